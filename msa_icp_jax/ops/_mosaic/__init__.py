@@ -1,0 +1,1 @@
+"""What the Mosaic GPU kernels share: the launch, and the pieces that more than one kernel uses."""

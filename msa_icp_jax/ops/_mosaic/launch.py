@@ -1,0 +1,75 @@
+"""How every kernel of this package is launched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# A full Hopper SXM part (H100, H200), assumed when a program is built where no GPU can be asked.
+HOPPER_SMS = 132
+
+CTA = "cta"
+WARPGROUP = "warpgroup"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a kernel is built for.
+
+    Attributes:
+      sms: streaming multiprocessors of the GPU; persistent grids are multiples of it.
+      interpret: run on the CPU with race detection. Inline machine pieces are then replaced by
+        their stock twins, and grids stay small (`sms` is the number of CTAs to simulate).
+    """
+
+    sms: int = HOPPER_SMS
+    interpret: bool = False
+
+
+def current_target() -> Target:
+    """The first GPU of this process, or a full Hopper part where the process has none.
+
+    The second case is a program built for another machine (exported, or launched by torch).
+    """
+    try:
+        gpus = jax.devices("gpu")
+    except RuntimeError:
+        return Target()
+    return Target(sms=gpus[0].core_count)
+
+
+def launch(
+    body: Callable[..., None],
+    *,
+    name: str,
+    target: Target,
+    grid: tuple[int, ...],
+    grid_names: tuple[str, ...] = (CTA,),
+    warpgroups: int = 1,
+    out_type: Any = (),
+    scratch_types: Any = (),
+    auto_barriers: bool = False,
+) -> Callable[..., Any]:
+    """Returns a function of arrays and refs that runs `body` on `target`.
+
+    `body(*inputs, *outputs, **scratch)` runs in every warpgroup of every CTA:
+    `lax.axis_index(CTA)` and `lax.axis_index(WARPGROUP)` say in which. Refs among the inputs are
+    written in place. Without `auto_barriers` the body states every barrier itself.
+    """
+    params = plgpu.CompilerParams(unsafe_no_auto_barriers=not auto_barriers)
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch_types,
+        compiler_params=params,
+        grid=grid,
+        grid_names=grid_names,
+        num_threads=warpgroups,
+        thread_name=WARPGROUP,
+        kernel_name=name,
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None,
+    )
