@@ -1,0 +1,52 @@
+# `make demo` and `make test` do all set-up themselves; they need make, a POSIX shell and a
+# CPython 3.12 or newer somewhere on the machine (tools/find_python.sh looks for it).
+#
+#   PYTHON=...  the interpreter to make environments with, instead of the first usable one
+#   CUDA=12|13  install JAX's CUDA plugin too (without it everything runs on the CPU)
+#   ARGS=...    more arguments for the program that the target runs
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-env lint types test-versions clean
+export PYTHON
+unexport PYTHONHOME PYTHONPATH
+
+VENV := .venv
+OLDEST_JAX := 0.11.2
+VENV_OLDEST := .venv-jax-$(OLDEST_JAX)
+comma := ,
+CUDA_EXTRA := $(if $(CUDA),$(comma)cuda$(CUDA))
+# Two workers where there are two cores: a worker compiles and runs on several threads itself.
+WORKERS = $(shell test "$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)" -ge 2 && printf '%s' '-n 2')
+
+help: ## say what the targets are
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
+
+demo: ## set up and run the demonstration
+	@sh tools/setup_env.sh $(VENV) demo$(CUDA_EXTRA)
+	@$(VENV)/bin/python -m msa_icp_jax demo $(ARGS)
+
+test: lint types ## set up, then lint, check types and run the whole suite
+	@echo "test: pytest on the newest jax allowed" >&2
+	@$(VENV)/bin/python -m pytest $(WORKERS) $(ARGS)
+
+lint: test-env ## ruff: rules and format
+	@echo "lint: ruff" >&2
+	@$(VENV)/bin/python -m ruff check --quiet .
+	@$(VENV)/bin/python -m ruff format --quiet --check .
+
+types: test-env ## mypy
+	@echo "types: mypy" >&2
+	@$(VENV)/bin/python -m mypy
+
+test-versions: ## run the suite on the oldest jax supported, in an environment of its own
+	@sh tools/setup_env.sh $(VENV_OLDEST) demo,test jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
+	@echo "test-versions: pytest on jax $(OLDEST_JAX)" >&2
+	@$(VENV_OLDEST)/bin/python -m pytest $(WORKERS) $(ARGS)
+
+test-env:
+	@sh tools/setup_env.sh $(VENV) demo,test$(CUDA_EXTRA)
+
+clean: ## remove environments, caches and build output
+	rm -rf .venv .venv-jax-* build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
