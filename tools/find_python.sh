@@ -115,7 +115,7 @@ END
 if [ -n "${PYTHON:-}" ]; then
     answer=$(probe "$PYTHON")
     case $answer in
-    "ok "*) printf '%s\n' "${answer#ok }" ;;
+    "ok /"*) printf '%s\n' "${answer#ok }" ;;
     *)
         answer=${answer#no }
         echo "PYTHON=$PYTHON cannot be used: ${answer:-it does not run}." >&2
@@ -135,7 +135,7 @@ fi
         tried="$tried$candidate:"
         answer=$(probe "$candidate")
         case $answer in
-        "ok "*)
+        "ok /"*)
             printf '%s\n' "${answer#ok }"
             exit 0
             ;;
