@@ -59,7 +59,7 @@ class Machine:
         # The shell's own tools, without the Pythons that lie beside them.
         tools = folder / "tools"
         tools.mkdir()
-        for name in ("sh", "cat", "tail"):
+        for name in ("sh", "cat", "id", "sed", "tail", "tr"):
             (tools / name).symlink_to(shutil.which(name, path=SYSTEM_PATH))
         self.env = {
             "HOME": str(self.home),
@@ -133,18 +133,22 @@ def test_a_python_off_path_is_found(machine, tmp_path, place):
         ("MISE_DATA_DIR", "moved", "moved/installs/python/3.12.1/bin/python3.12"),
         ("XDG_DATA_HOME", "moved", "moved/uv/python/cpython-3.12/bin/python3.12"),
         ("CONDA_PREFIX", "moved", "moved/bin/python3.12"),
+        ("PATH", "moved/shims", "moved/versions/3.12.1/bin/python3.12"),
     ],
 )
 def test_a_manager_that_was_moved_is_found(machine, tmp_path, variable, value, place):
     python = fake_python(tmp_path / place, (3, 12))
-    assert machine.found(**{variable: tmp_path / value}) == python
+    before = machine.env.get(variable, "")
+    after = f"{tmp_path / value}:{before}" if before else tmp_path / value
+    assert machine.found(**{variable: after}) == python
 
 
 def test_candidates_that_fail_are_passed_over(machine):
     write_script(machine.bin / "python3.12", "echo 'python3.12: command not found' >&2; exit 127\n")
     write_script(machine.bin / "python3.13", "echo 'ok is not what this says'; exit 0\n")
     fake_python(machine.bin / "python3.14", (3, 14), missing="ensurepip")
-    (machine.bin / "python3.15").mkdir()
+    write_script(machine.bin / "python3.15", "cat; exit 1\n")
+    (machine.bin / "python").mkdir()
     python = fake_python(machine.home / ".pyenv/versions/3.12.1/bin/python3.12", (3, 12))
     assert machine.found() == python
 
@@ -182,6 +186,10 @@ def test_the_python_asked_for_is_used_or_refused_never_replaced(machine):
     refused = machine.find(PYTHON=old)
     assert refused.returncode == 1
     assert f"PYTHON={old} cannot be used: Python 3.11.7, older than 3.12" in refused.stderr
+    write_script(machine.bin / "shim", "echo 'no such version is installed' >&2; exit 127\n")
+    broken = machine.find(PYTHON="shim")
+    assert broken.returncode == 1
+    assert "no such version is installed" in broken.stderr
     missing = machine.find(PYTHON="no-such-python")
     assert missing.returncode == 1
     assert "PYTHON=no-such-python cannot be used: it does not run" in missing.stderr
@@ -268,7 +276,9 @@ def test_an_update_that_failed_is_not_taken_for_whole(checkout):
     assert checkout.setup("demo") == (0, ["venv .venv", ".[demo]"])
 
 
-@pytest.mark.parametrize("harm", ["interpreter gone", "interpreter broken", "emptied", "a file"])
+@pytest.mark.parametrize(
+    "harm", ["interpreter gone", "interpreter broken", "pip gone", "emptied", "a file"]
+)
 def test_a_broken_environment_is_made_anew(checkout, harm):
     checkout.setup()
     environment = checkout.folder / ".venv"
@@ -276,6 +286,9 @@ def test_a_broken_environment_is_made_anew(checkout, harm):
         (environment / "bin/python").unlink()
     elif harm == "interpreter broken":
         write_script(environment / "bin/python", "exit 1\n")
+    elif harm == "pip gone":
+        no_pip = f'[ "$2" = "import pip" ] || exec "{sys._base_executable}" "$@"\nexit 1\n'
+        write_script(environment / "bin/python", no_pip)
     else:
         shutil.rmtree(environment)
         environment.touch() if harm == "a file" else environment.mkdir()

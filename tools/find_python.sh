@@ -52,7 +52,7 @@ path_candidates() { # every python of every PATH folder, plain names first
 }
 
 folders() { # where Pythons live that are not on PATH
-    home=${HOME:-/nonexistent}
+    home=${HOME:-$(eval "printf '%s' ~$(id -un)")}
     data=${XDG_DATA_HOME:-$home/.local/share}
     root=${FIND_PYTHON_ROOT:-}
     cat <<END
@@ -74,6 +74,10 @@ $root/opt
 $root/opt/python
 $root/Library/Frameworks/Python.framework/Versions
 END
+    # pyenv's and asdf's shims tell where their manager lives.
+    echo "$PATH" | tr ':' '\n' | sed -n 's|/shims/*$||p' | while IFS= read -r manager; do
+        printf '%s\n' "$manager/versions" "$manager/installs/python"
+    done
     if [ -n "${CONDA_PREFIX:-}" ]; then
         printf '%s\n' "$CONDA_PREFIX"
     fi
@@ -117,8 +121,12 @@ if [ -n "${PYTHON:-}" ]; then
     case $answer in
     "ok /"*) printf '%s\n' "${answer#ok }" ;;
     *)
-        answer=${answer#no }
-        echo "PYTHON=$PYTHON cannot be used: ${answer:-it does not run}." >&2
+        reason=${answer#no }
+        if [ "$reason" = "$answer" ]; then
+            reason="it does not run"
+            "$PYTHON" -c pass >&2 || true # for its own message
+        fi
+        echo "PYTHON=$PYTHON cannot be used: $reason." >&2
         echo "Name a CPython 3.12 or newer, or leave PYTHON out to have one searched for." >&2
         exit 1
         ;;
