@@ -104,7 +104,7 @@ def test_a_newer_python_beside_an_older_python3_is_taken(machine, minor):
         "home/.asdf/installs/python/3.13.0/bin/python3.13",
         "home/.local/share/mise/installs/python/3.13.0/bin/python3.13",
         "home/miniconda3/bin/python3.13",
-        "home/miniforge3/envs/work/bin/python3.13",
+        "home/miniforge3/envs/science/bin/python3.13",
         "home/.local/bin/python3.13",
         "root/usr/local/bin/python3.13",
         "root/usr/bin/python3.13",
