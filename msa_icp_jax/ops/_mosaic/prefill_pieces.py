@@ -1,0 +1,278 @@
+"""Machine pieces of the prefill kernels, each with its stock-op twin.
+
+A consumer warpgroup holds the products of 128 query rows and 128 keys in the layout of a WGMMA
+accumulator: lane l of warp w has rows ``64 m + 16 w + 8 i + l // 4`` (m and i are 0 or 1) and
+columns ``8 n + 2 (l % 4) + {0, 1}``. The maximum over a page's columns is taken in registers; two
+shuffles then both finish it within the four lanes of a row and hand each lane one whole row:
+lane l ends with all page maxima of row ``64 (q // 2) + 16 w + 8 (q % 2) + l // 4``, q = l % 4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import llvm
+
+from msa_icp_jax.geometry import NUM_HEADS
+from msa_icp_jax.ops._mosaic import lanes
+from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, maximum, when, where
+
+ROWS = 128  # query rows of a warpgroup: 32 tokens x 4 heads
+KEYS = 128  # keys of a step
+_SCALAR = plgpu.Layout.WG_SPLAT
+_LOWEST = float("-inf")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreStore:
+    """Static facts of the step that turns products into stored scores.
+
+    Attributes:
+      page_rows: keys of a step that belong to one page (32, 64 or 128).
+      page_size: positions of a page.
+      columns: columns of the score plane.
+      sm_scale: factor on the maxima.
+      initialize: whether columns past a row's causal prefix are written too.
+    """
+
+    page_rows: int
+    page_size: int
+    columns: int
+    sm_scale: float
+    initialize: bool
+
+    @property
+    def pages(self) -> int:
+        """Pages, hence columns, of a step."""
+        return KEYS // self.page_rows
+
+
+def store_maxima(
+    products: jax.Array,
+    scores: Any,
+    rows: tuple[Any, Any, Any],
+    column: Any,
+    causal: tuple[Any, Any, Any] | None,
+    facts: ScoreStore,
+    interpret: bool,
+) -> None:
+    """Writes the page maxima of one step's products to the score plane.
+
+    Args:
+      products: float32 [128, 128], query rows x keys.
+      scores: ref of the plane, float32 [tokens, 4, columns].
+      rows: (first, begin, end): row 0 is plane row `first` (4 token + head); rows in [begin, end)
+        are written.
+      column: first column of the step.
+      causal: None where all rows see all keys and all columns exist, else (position, keys, key):
+        the position of row 0's token, the segment's keys, and the position of the step's key 0.
+      facts: see `ScoreStore`.
+      interpret: take the stock ops.
+    """
+    write = _store_maxima_stock if interpret else _store_maxima_inline
+    write(products, scores, rows, column, causal, facts)
+
+
+def _store_maxima_stock(
+    products: jax.Array, scores: Any, rows: Any, column: Any, causal: Any, facts: ScoreStore
+) -> None:
+    row, page = jnp.arange(ROWS), jnp.arange(facts.pages)
+    key = jnp.arange(facts.page_rows)
+    shape = (ROWS, facts.pages, facts.page_rows)
+    products = products.reshape(shape)
+    written = jnp.full((ROWS, facts.pages), True)
+    if causal is not None:
+        position, keys, first_key = causal
+        seen = jnp.clip(position + row // NUM_HEADS + 1, 0, keys)
+        at = first_key + page[:, None] * facts.page_size + key
+        products = jnp.where(at < seen[:, None, None], products, -jnp.inf)
+        written = jnp.broadcast_to(column + page < facts.columns, written.shape)
+        if not facts.initialize:
+            written &= (column + page) * facts.page_size < seen[:, None]
+    best = jnp.where(jnp.isnan(products), -jnp.inf, products).max(axis=2)
+    best = jnp.where(best > -jnp.inf, best * facts.sm_scale, -jnp.inf)
+    best = jnp.where(best == 0, 0.0, best)
+
+    first, begin, end = rows
+
+    @pl.loop(lax.div(begin, NUM_HEADS), lax.div(end, NUM_HEADS))
+    def _(token: Any) -> None:
+        values = lax.dynamic_slice_in_dim(best, token * NUM_HEADS, NUM_HEADS)
+        flags = lax.dynamic_slice_in_dim(written, token * NUM_HEADS, 1)[0]
+        target = lax.div(first, NUM_HEADS) + token
+        for g in range(facts.pages):
+
+            @pl.when(flags[g])
+            def _(g: int = g) -> None:
+                scores[target, :, column + g] = values[:, g]
+
+
+def _store_maxima_inline(
+    products: jax.Array, scores: Any, rows: Any, column: Any, causal: Any, facts: ScoreStore
+) -> None:
+    scalars = (*rows, column, *(causal or ()))
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), *[_SCALAR] * len(scalars))
+    )
+    def store(_: Any, products: Any, scores: Any, *scalars: Any) -> None:
+        first, begin, end, column, *causal = (lanes.scalar(s) for s in scalars)
+        place = _Place()
+        limits = _causal_limits(place, *causal, facts) if causal else None
+        best = _row_per_lane(place, _page_maxima(products, limits, facts))
+        best = [_finish(x, facts.sm_scale) for x in best]
+
+        row = place.row()
+        live = (row >= begin) & (row < end)
+        target = _plane_row(scores, first + row, facts.columns) + column
+        if not causal:
+            with when(live):
+                _store_row(target, best, facts.columns)
+            return
+        position, keys, _ = causal
+        seen = _seen(position + (row >> 2), keys)
+        for g, value in enumerate(best):
+            written = live & (column + g < facts.columns)
+            if not facts.initialize:
+                written &= (column + g) * facts.page_size < seen
+            with when(written):
+                (target + g).store(value)
+
+    store(products, scores, *scalars)
+
+
+def fill_hidden(
+    scores: Any, token: Any, column: Any, facts: ScoreStore, interpret: bool
+) -> None:
+    """One warp writes -inf to a token's columns from `column` on, for all four heads."""
+    if interpret:
+
+        @pl.loop(column, facts.columns)
+        def _(c: Any) -> None:
+            scores[token, :, c] = jnp.full((NUM_HEADS,), -jnp.inf, jnp.float32)
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR))
+    def fill(_: Any, scores: Any, token: Any, column: Any) -> None:
+        first = lanes.scalar(column) + (lanes.thread() & 31)
+        lowest = lanes.constant(_LOWEST, lanes.f32())
+        for head in range(NUM_HEADS):
+            row = _plane_row(scores, lanes.scalar(token) * NUM_HEADS + head, facts.columns)
+
+            def one(at: Lane, row: Words = row) -> tuple[()]:
+                (row + at).store(lowest)
+                return ()
+
+            lanes.loop(first, int32(facts.columns), 32, (), one)
+
+    fill(scores, token, column)
+
+
+# ---- parts of the inline code: each emits the program of one CUDA thread ----
+
+
+class _Place:
+    """Where this thread's data lies, see the module's text."""
+
+    def __init__(self) -> None:
+        thread = lanes.thread() & 127
+        lane = thread & 31
+        self.quad = lane & 3
+        self.first_row = (thread >> 5) * 16 + (lane >> 2)  # of (m, i) = (0, 0)
+
+    def row(self) -> Lane:
+        """The row whose maxima this lane ends with."""
+        return self.first_row + (self.quad >> 1) * 64 + (self.quad & 1) * 8
+
+
+def _causal_limits(
+    place: _Place, position: Lane, keys: Lane, first_key: Lane, facts: ScoreStore
+) -> list[list[Lane]]:
+    """Per (m, i) and page: this lane's column 8 n + e of a page is visible below the limit."""
+    limits = []
+    for step in (0, 8, 64, 72):
+        token = (place.first_row + step) >> 2
+        room = _seen(position + token, keys) - first_key - place.quad * 2
+        limits.append([room - g * facts.page_size for g in range(facts.pages)])
+    return limits
+
+
+def _page_maxima(
+    products: Any, limits: list[list[Lane]] | None, facts: ScoreStore
+) -> list[list[Lane]]:
+    """Maxima of this lane's columns, per (m, i) and page; NaN only where all are NaN."""
+    tiles = products.registers.reshape(ROWS // 64, facts.pages, facts.page_rows // 8, 2)
+    return [
+        [
+            _page_maximum(tiles[q // 2, g, :, q % 2], limits and limits[q][g])
+            for g in range(facts.pages)
+        ]
+        for q in range(4)
+    ]
+
+
+def _page_maximum(pairs: Any, limit: Lane | None) -> Lane:
+    values = []
+    for n, pair in enumerate(pairs):
+        for e in range(2):
+            value = Lane(llvm.extractelement(pair, int32(e).value))
+            if limit is not None:
+                value = where(limit > 8 * n + e, value, _LOWEST)
+            values.append(value)
+    while len(values) > 1:
+        values = [maximum(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+def _row_per_lane(place: _Place, best: list[list[Lane]]) -> list[Lane]:
+    """Finishes the maxima over the four lanes of a row; lane q keeps those of (m, i) = q."""
+    high, odd = place.quad >= 2, (place.quad & 1).ne(0)
+    even_rows, odd_rows = (
+        [_exchange(high, a, b, 2) for a, b in zip(best[q], best[q + 2], strict=True)]
+        for q in range(2)
+    )
+    return [_exchange(odd, a, b, 1) for a, b in zip(even_rows, odd_rows, strict=True)]
+
+
+def _exchange(upper: Lane, low: Lane, high: Lane, distance: int) -> Lane:
+    """Upper lanes keep `high`, the others `low`, joined with the partner's copy of the same."""
+    keep, send = where(upper, high, low), where(upper, low, high)
+    received = lanes.warp_xor(send.bits(lanes.i32()), distance).bits(lanes.f32())
+    return maximum(keep, received)
+
+
+def _finish(x: Lane, sm_scale: float) -> Lane:
+    """Nothing visible, or nothing but NaN, is -inf under any scale; a zero is +0.0."""
+    x = maximum(x, _LOWEST)
+    if sm_scale != 1.0:
+        x = where(x > _LOWEST, x * sm_scale, x)
+    return where(x.eq(0.0), 0.0, x)
+
+
+def _store_row(target: Words, values: list[Lane], columns: int) -> None:
+    """Neighbouring columns of one row, in one store where all rows are aligned to it."""
+    count = len(values)
+    if count == 1 or columns % count:
+        for g, value in enumerate(values):
+            (target + g).store(value)
+        return
+    operands = ", ".join(f"${g + 1}" for g in range(count))
+    place = Lane(llvm.ptrtoint(lanes.i64(), target.pointer))
+    lanes.ptx(f"st.global.v{count}.f32 [$0], {{{operands}}};", place, *values)
+
+
+def _seen(position: Lane, keys: Lane) -> Lane:
+    """Keys that a token at `position` sees of its segment's `keys`."""
+    return maximum(lanes.minimum(position + 1, keys), 0)
+
+
+def _plane_row(plane: Any, row: Lane, columns: int) -> Words:
+    """The start of a row of a score plane; in 64 bits, a plane may pass 2 GiB."""
+    return Words.of(plane) + row.to_i64() * columns
