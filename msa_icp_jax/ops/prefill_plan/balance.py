@@ -3,8 +3,8 @@
 A *tile* is 64 consecutive query rows of the window (at multiples of 64) as far as they belong to
 one segment; rows 3 to 70 of a segment that starts at row 0 lie in two tiles, and a 64-row stretch
 that three segments share makes three tiles. A tile must score the keys below the position of its
-last token. These are counted in *units* of 512 positions, the largest step that any shard layout
-scores at once; all tiles' units, laid end to end, are cut into equal ranges, one for each CTA of a
+last token, in *units* of 512 positions, the largest step that any shard layout scores at once. All
+tiles, laid end to end, are cut between units into ranges of equal cost, one for each CTA of a
 persistent grid. So long and short segments, prefix hits, causal triangles and zero-length segments
 all end at the same time, and a long tile is shared by as many CTAs as it takes.
 
@@ -33,22 +33,24 @@ SEGMENT = 3  # row of the block table
 POSITION = 4  # position of the first of the 64 rows, were it in the segment; may be negative
 KEYS = 5  # keys of the segment
 SCORED = 6  # positions that the tile's last token sees
-FIRST_UNIT = 7  # units of the tiles before it
-TILE_FIELDS = 8
+TILE_FIELDS = 8  # the last one is not used; a tile is one 32-byte sector of memory
 
-# Fields of a CTA's range.
+# Fields of a CTA's range; a copy of its first tile follows them.
 RANGE_TILE = 0  # first tile it has a part of
 RANGE_TILES = 1  # tiles it has a part of
-RANGE_BEGIN = 2  # units [RANGE_BEGIN, RANGE_END) of all tiles laid end to end
-RANGE_END = 3
+RANGE_BEGIN = 2  # unit of the first tile where its part begins
+RANGE_END = 3  # unit of the last tile where its part ends
 RANGE_FIELDS = 4
+
+# Loading a tile's queries and masking its last keys costs as much as some of a unit's keys.
+_UNIT_COST, _TILE_COST = 4, 3
 
 
 class PrefillWork(NamedTuple):
     """What the prefill kernels read about a window; all arrays, none of it read by the host.
 
     Attributes:
-      ranges: int32 [ctas, RANGE_FIELDS].
+      ranges: int32 [ctas, RANGE_FIELDS + TILE_FIELDS].
       tiles: int32 [ceil(total_q / 64) + B, TILE_FIELDS]; the unused tail is never reached.
       scored: int32 [max(total_q, 1)], SCORED of each query row's tile, 0 for padding rows.
       hidden: float8_e4m3fn [128, 128], NaN keys, loaded in place of pages that cannot be read.
@@ -65,19 +67,18 @@ def prefill_work(plan: MSAIcpScorePlan, ctas: int) -> PrefillWork:
 
     It depends on neither rank nor page size nor world size, so all layers of a step share it.
     """
-    tiles, units = _tiles(plan)
-    ends = jnp.cumsum(units, dtype=jnp.int32)
-    tiles = tiles.at[:, FIRST_UNIT].set(ends - units)
+    tiles = _tiles(plan)
+    ranges = _equal_ranges(cdiv(tiles[:, SCORED], UNIT_POSITIONS), ctas)
     return PrefillWork(
-        ranges=_equal_ranges(ends, ctas),
+        ranges=jnp.concatenate([ranges, tiles[ranges[:, RANGE_TILE]]], axis=1),
         tiles=tiles,
         scored=_scored_positions(plan),
         hidden=jnp.full((HEAD_DIM, HEAD_DIM), jnp.nan, jnp.float8_e4m3fn),
     )
 
 
-def _tiles(plan: MSAIcpScorePlan) -> tuple[jax.Array, jax.Array]:
-    """All tiles (FIRST_UNIT still 0) and their units, segment by segment."""
+def _tiles(plan: MSAIcpScorePlan) -> jax.Array:
+    """All tiles, segment by segment, then rows of zeros."""
     starts, ends = plan.qo_starts, plan.qo_starts + plan.qo_lens
     first = starts // TILE_TOKENS
     count = jnp.where(plan.qo_lens > 0, cdiv(ends, TILE_TOKENS) - first, 0)
@@ -90,8 +91,6 @@ def _tiles(plan: MSAIcpScorePlan) -> tuple[jax.Array, jax.Array]:
     end = jnp.minimum(ends[segment], (tile + 1) * TILE_TOKENS)
     position = plan.qo_offset[segment] + tile * TILE_TOKENS - starts[segment]
     keys = plan.kv_lens[segment]
-    scored = jnp.clip(position + end - tile * TILE_TOKENS, 0, keys)
-    used = index < running[-1]
     fields = {
         TILE: tile,
         FIRST_ROW: begin - tile * TILE_TOKENS,
@@ -99,31 +98,39 @@ def _tiles(plan: MSAIcpScorePlan) -> tuple[jax.Array, jax.Array]:
         SEGMENT: segment,
         POSITION: position,
         KEYS: keys,
-        SCORED: scored,
-        FIRST_UNIT: jnp.zeros_like(tile),
+        SCORED: jnp.clip(position + end - tile * TILE_TOKENS, 0, keys),
     }
-    table = jnp.stack([fields[i] for i in range(TILE_FIELDS)], axis=1)
-    return (
-        jnp.where(used[:, None], table, 0),
-        jnp.where(used, cdiv(scored, UNIT_POSITIONS), 0),
-    )
+    unused = jnp.zeros_like(tile)
+    table = jnp.stack([fields.get(i, unused) for i in range(TILE_FIELDS)], axis=1)
+    return jnp.where((index < running[-1])[:, None], table, 0)
 
 
-def _equal_ranges(ends: jax.Array, ctas: int) -> jax.Array:
-    """Cuts the units below ends[-1] into `ctas` ranges that differ by one unit at most."""
-    share, rest = ends[-1] // ctas, ends[-1] % ctas
+def _equal_ranges(units: jax.Array, ctas: int) -> jax.Array:
+    """Cuts tiles of `units` [n] into `ctas` ranges [ctas, RANGE_FIELDS] of equal cost."""
+    cost = jnp.where(units > 0, units * _UNIT_COST + _TILE_COST, 0)
+    cost_end = jnp.cumsum(cost, dtype=jnp.int32)
+    unit_end = jnp.cumsum(units, dtype=jnp.int32)
+    unit_start = unit_end - units
+
+    # Where equal shares of the cost end, and the nearest place between two units of that tile.
+    share, rest = cost_end[-1] // ctas, cost_end[-1] % ctas
     cta = jnp.arange(ctas + 1, dtype=jnp.int32)
-    bounds = cta * share + jnp.minimum(cta, rest)
-    begin, end = bounds[:-1], bounds[1:]
-    first = jnp.searchsorted(ends, begin, side="right", method="compare_all")
-    last = jnp.searchsorted(ends, end, side="left", method="compare_all")
+    cut = cta * share + jnp.minimum(cta, rest)
+    tile = jnp.minimum(_count_up_to(cost_end, cut), units.shape[0] - 1)
+    inside = cut - (cost_end - cost)[tile] - _TILE_COST
+    nearest = jnp.clip((inside + _UNIT_COST // 2) // _UNIT_COST, 0, units[tile])
+    bound = jnp.where(cta < ctas, unit_start[tile] + nearest, unit_end[-1])
+
+    begin, end = bound[:-1], bound[1:]
+    first = jnp.minimum(_count_up_to(unit_end, begin), units.shape[0] - 1)
+    last = _count_up_to(unit_end, end - 1)
     fields = {
         RANGE_TILE: first,
         RANGE_TILES: jnp.where(end > begin, last - first + 1, 0),
-        RANGE_BEGIN: begin,
-        RANGE_END: end,
+        RANGE_BEGIN: begin - unit_start[first],
+        RANGE_END: end - unit_start[jnp.minimum(last, units.shape[0] - 1)],
     }
-    return jnp.stack([fields[i] for i in range(RANGE_FIELDS)], axis=1).astype(jnp.int32)
+    return jnp.stack([fields[i] for i in range(RANGE_FIELDS)], axis=1)
 
 
 def _scored_positions(plan: MSAIcpScorePlan) -> jax.Array:
@@ -139,5 +146,10 @@ def _scored_positions(plan: MSAIcpScorePlan) -> jax.Array:
 
 def _segment_of(ends: jax.Array, index: jax.Array) -> jax.Array:
     """The first segment whose (non-decreasing) end lies past index; the last one if none does."""
-    segment = jnp.searchsorted(ends, index, side="right", method="compare_all")
-    return jnp.minimum(segment, ends.shape[0] - 1).astype(jnp.int32)
+    return jnp.minimum(_count_up_to(ends, index), ends.shape[0] - 1)
+
+
+def _count_up_to(values: jax.Array, limit: jax.Array) -> jax.Array:
+    """How many of the non-decreasing `values` are at most `limit`, for each limit."""
+    count = jnp.searchsorted(values, limit, side="right", method="compare_all")
+    return count.astype(jnp.int32)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -74,22 +75,29 @@ def prefill_scores(
       target: the machine to build for.
     """
     del precision  # for now
-    steps = _Steps(world_size, page_size, row_offset, q.shape[0], max_score.shape[2])
-    facts = ScoreStore(steps.rows, page_size, max_score.shape[2], sm_scale, initialize)
     work = balance.prefill_work(plan, target.sms)
     rows = round_up(q.shape[0], TILE_TOKENS) * NUM_HEADS
     query = q.reshape(-1, HEAD_DIM)
     if rows != query.shape[0]:
         query = jnp.pad(query, ((0, rows - query.shape[0]), (0, 0)))
     scores = jax.new_ref(max_score)
-
+    columns = max_score.shape[2]
+    kernel = functools.partial(
+        _kernel,
+        steps=_Steps(world_size, page_size, row_offset, q.shape[0], columns),
+        facts=ScoreStore(
+            rows_per_page(world_size, page_size), page_size, columns, sm_scale, initialize
+        ),
+        pdl=enable_pdl,
+        target=target,
+    )
     launch.launch(
-        functools.partial(_kernel, steps=steps, facts=facts, pdl=enable_pdl, target=target),
+        kernel,
         name="prefill_scores",
         target=target,
         grid=(target.sms,),
         warpgroups=_CONSUMERS + 1,
-        scratch_types=_scratch(steps),
+        scratch_types=_scratch(KEYS // rows_per_page(world_size, page_size)),
     )(query, k, block_table, *work, jnp.asarray(rank, jnp.int32).reshape(1), scores)
     return jax.freeze(scores)
 
@@ -146,6 +154,7 @@ class _Piece(NamedTuple):
 class _Range(NamedTuple):
     """A CTA's range of the work list."""
 
+    ranges: Any
     tiles: Any
     first: Any
     count: Any
@@ -154,26 +163,32 @@ class _Range(NamedTuple):
 
     @staticmethod
     def load(ranges: Any, tiles: Any) -> _Range:
-        cta = lax.axis_index(CTA)
+        row = lax.axis_index(CTA)
         return _Range(
+            ranges,
             tiles,
-            ranges[cta, balance.RANGE_TILE],
-            ranges[cta, balance.RANGE_TILES],
-            ranges[cta, balance.RANGE_BEGIN],
-            ranges[cta, balance.RANGE_END],
+            ranges[row, balance.RANGE_TILE],
+            ranges[row, balance.RANGE_TILES],
+            ranges[row, balance.RANGE_BEGIN],
+            ranges[row, balance.RANGE_END],
         )
+
+    def first_piece(self, steps: _Steps) -> _Piece:
+        row = lax.axis_index(CTA)
+        return self._piece(0, lambda i: self.ranges[row, balance.RANGE_FIELDS + i], steps)
 
     def piece(self, index: Any, steps: _Steps) -> _Piece:
         """The index-th piece; past the last one, some piece that nobody works on."""
         tile = jnp.minimum(self.first + index, self.tiles.shape[0] - 1)
+        return self._piece(index, lambda i: self.tiles[tile, i], steps)
 
-        def field(name: int) -> Any:
-            return self.tiles[tile, name]
-
-        unit, scored = field(balance.FIRST_UNIT), field(balance.SCORED)
+    def _piece(self, index: Any, field: Callable[[int], Any], steps: _Steps) -> _Piece:
         per_unit = UNIT_POSITIONS // steps.positions
         # Steps that hold a scored position, and a column: a plane may have fewer than that.
-        end = jnp.minimum(_cdiv(scored, steps.positions), cdiv(steps.columns, steps.pages))
+        end = jnp.minimum(
+            _cdiv(field(balance.SCORED), steps.positions), cdiv(steps.columns, steps.pages)
+        )
+        last = index == self.count - 1
         return _Piece(
             field(balance.TILE),
             field(balance.FIRST_ROW),
@@ -181,12 +196,12 @@ class _Range(NamedTuple):
             field(balance.SEGMENT),
             field(balance.POSITION),
             field(balance.KEYS),
-            jnp.maximum(self.begin - unit, 0) * per_unit,
-            jnp.minimum((self.end - unit) * per_unit, end),
+            jnp.where(index == 0, self.begin * per_unit, 0),
+            jnp.where(last, jnp.minimum(self.end * per_unit, end), end),
         )
 
 
-def _scratch(steps: _Steps) -> dict[str, Any]:
+def _scratch(pages: int) -> dict[str, Any]:
     fp8 = jnp.float8_e4m3fn
     layout = (plgpu.TilingTransform((8, HEAD_DIM)), plgpu.SwizzleTransform(HEAD_DIM))
     return dict(
@@ -194,7 +209,7 @@ def _scratch(steps: _Steps) -> dict[str, Any]:
         keys=plgpu.SMEM((_STAGES, KEYS, HEAD_DIM), fp8, transforms=layout),
         queries_full=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2),
         queries_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2),
-        keys_full=plgpu.Barrier(num_arrivals=steps.pages, num_barriers=_STAGES),
+        keys_full=plgpu.Barrier(num_arrivals=pages, num_barriers=_STAGES),
         keys_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_STAGES),
     )
 
@@ -262,40 +277,49 @@ def _produce(
     """One warp: keeps queries and keys coming."""
     num_pages, width = k.shape[0], block_table.shape[1]
 
-    def load_page(page: Any, piece: _Piece, place: Any, full: Any) -> None:
-        entry = block_table[piece.segment, jnp.minimum(page, width - 1)]
-        there = (page < width) & (page * steps.page_size < piece.keys)
-        there &= (entry >= 0) & (entry < num_pages)
+    def page_ids(piece: _Piece, step: Any) -> list[Any]:
+        """The step's physical pages, -1 where there is none to read."""
+        pages = [step * steps.pages + g for g in range(steps.pages)]
+        entries = [block_table[piece.segment, jnp.minimum(page, width - 1)] for page in pages]
+        return [
+            jnp.where((page < width) & (page * steps.page_size < piece.keys), entry, -1)
+            for page, entry in zip(pages, entries, strict=True)
+        ]
 
+    def load_page(page: Any, place: Any, full: Any) -> None:
         def copy() -> None:
             rows = pl.ds(steps.row_offset, steps.rows)
-            plgpu.copy_gmem_to_smem(k.at[entry, rows], place, full)
+            plgpu.copy_gmem_to_smem(k.at[page, rows], place, full)
 
         def hide() -> None:
             plgpu.copy_gmem_to_smem(hidden.at[pl.ds(0, steps.rows)], place, full)
 
-        lax.cond(there, copy, hide)
+        lax.cond((page >= 0) & (page < num_pages), copy, hide)
 
     def one_piece(index: Any, carry: Any) -> Any:
         piece, loaded = carry
         following = work.piece(index + 1, steps)
+        ids = page_ids(piece, piece.begin)
         slot = lax.rem(index, 2)
         _wait_free(queries_free.at[slot], index >= 2)
         for half in range(_CONSUMERS):
             rows = pl.ds(piece.tile * _TILE_ROWS + half * ROWS, ROWS)
             plgpu.copy_gmem_to_smem(query.at[rows], queries.at[slot, half], queries_full.at[slot])
 
-        def one_step(step: Any, loaded: Any) -> Any:
+        def one_step(step: Any, carry: Any) -> Any:
+            loaded, ids = carry
+            next_ids = page_ids(piece, step + 1)  # under way while this step is copied
             slot = lax.rem(loaded, _STAGES)
             _wait_free(keys_free.at[slot], loaded >= _STAGES)
-            for g in range(steps.pages):
+            for g, page in enumerate(ids):
                 place = keys.at[slot, pl.ds(g * steps.rows, steps.rows)]
-                load_page(step * steps.pages + g, piece, place, keys_full.at[slot])
-            return loaded + 1
+                load_page(page, place, keys_full.at[slot])
+            return loaded + 1, next_ids
 
-        return following, lax.fori_loop(piece.begin, piece.end, one_step, loaded)
+        loaded, _ = lax.fori_loop(piece.begin, piece.end, one_step, (loaded, ids))
+        return following, loaded
 
-    start = (work.piece(0, steps), jnp.int32(0))
+    start = (work.first_piece(steps), jnp.int32(0))
     _, loaded = lax.fori_loop(0, work.count, one_piece, start)
 
     # Every phase of a barrier is waited for, the last ones too.
@@ -377,7 +401,7 @@ def _consume(
         plgpu.barrier_arrive(queries_free.at[slot])
         return following, done
 
-    lax.fori_loop(0, work.count, one_piece, (work.piece(0, steps), jnp.int32(0)))
+    lax.fori_loop(0, work.count, one_piece, (work.first_piece(steps), jnp.int32(0)))
 
 
 def _fill(
