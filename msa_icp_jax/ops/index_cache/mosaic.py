@@ -1,0 +1,135 @@
+"""Index-key cache write on Hopper: eight threads a token copy its 128 bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from msa_icp_jax.geometry import HEAD_DIM, cdiv, rows_per_page
+from msa_icp_jax.ops._mosaic import lanes
+from msa_icp_jax.ops._mosaic.lanes import Lane, Words
+from msa_icp_jax.ops._mosaic.launch import CTA, Target, launch
+
+_TOKENS = 16  # that a CTA copies at once
+_ROW_WORDS = HEAD_DIM // 4
+_THREAD_WORDS = 4  # of a row, that a thread copies
+
+
+@dataclasses.dataclass(frozen=True)
+class Write:
+    """The static facts of one write.
+
+    Attributes:
+      tokens: new keys.
+      pages: pages of the cache.
+      pitch: rows from one page to the next.
+      page_size: positions of a page.
+      rows: rows of a page that a rank holds.
+      row_offset: where they begin inside the page.
+    """
+
+    tokens: int
+    pages: int
+    pitch: int
+    page_size: int
+    rows: int
+    row_offset: int
+
+
+def write_rows(
+    index_k: jax.Array,
+    new_k: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    rank: Any,
+    world_size: int,
+    page_size: int,
+    row_offset: int,
+    target: Target,
+) -> jax.Array:
+    """Stores the rows of `new_k` that this rank owns; in place where `index_k` is donated.
+
+    Args:
+      index_k: float8_e4m3fn [pages, rows, 128]; this rank's rows of a page start at `row_offset`.
+      new_k: float8_e4m3fn [N, 128], N >= 1.
+      slot_mapping: int32 [N], ``page * page_size + row``; slots outside the cache are skipped.
+      rank: int or traced int32 scalar.
+      world_size, page_size, row_offset: as in the contract.
+      target: the machine to build for.
+    """
+    facts = Write(
+        tokens=new_k.shape[0],
+        pages=index_k.shape[0],
+        pitch=index_k.shape[1],
+        page_size=page_size,
+        rows=rows_per_page(world_size, page_size),
+        row_offset=row_offset,
+    )
+    turns = cdiv(facts.tokens, _TOKENS)
+    ctas = min(turns, target.sms) if target.interpret else turns
+    cache = jax.new_ref(index_k)
+    launch(
+        functools.partial(_kernel, facts=facts, turns=cdiv(turns, ctas), target=target),
+        name="write_index_k",
+        target=target,
+        grid=(ctas,),
+    )(new_k, slot_mapping, jnp.asarray(rank, jnp.int32).reshape(1), cache)
+    return jax.freeze(cache)
+
+
+def _kernel(
+    new_k: Any, slots: Any, rank: Any, cache: Any, *, facts: Write, turns: int, target: Target
+) -> None:
+    cta = lax.axis_index(CTA)
+    if not target.interpret:
+        _copy(new_k, slots, rank, cache, cta * _TOKENS, facts)
+        return
+
+    @pl.loop(cta * turns * _TOKENS, jnp.minimum((cta + 1) * turns * _TOKENS, facts.tokens))
+    def _(token: Any) -> None:
+        slot = slots[token]
+        page, row = lax.div(slot, facts.page_size), lax.rem(slot, facts.page_size)
+        local = row - rank[0] * facts.rows
+
+        @pl.when((slot >= 0) & (page < facts.pages) & (local >= 0) & (local < facts.rows))
+        def _() -> None:
+            cache[page, facts.row_offset + local] = new_k[token]
+
+
+def _copy(new_k: Any, slots: Any, rank: Any, cache: Any, first: Any, facts: Write) -> None:
+    """Copies the keys of `_TOKENS` tokens, 16 bytes a thread; the machine's form of the loop."""
+
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, plgpu.Layout.WG_SPLAT))
+    def copy(_: Any, *arguments: Any) -> None:
+        *refs, first = arguments
+        new_k, slots, rank, cache = (Words.of(ref) for ref in refs)
+        _copy_token(new_k, slots, rank, cache, lanes.scalar(first), facts)
+
+    copy(new_k, slots, rank, cache, first)
+
+
+def _copy_token(
+    new_k: Words, slots: Words, rank: Words, cache: Words, first: Lane, facts: Write
+) -> None:
+    """This thread's 16 bytes."""
+    threads = _ROW_WORDS // _THREAD_WORDS  # of a token
+    token = first + (lanes.thread() >> (threads.bit_length() - 1))
+    word = (lanes.thread() & (threads - 1)) * _THREAD_WORDS
+    with lanes.when(token < facts.tokens):
+        slot = (slots + token).load()
+        page = slot >> (facts.page_size.bit_length() - 1)
+        local = (slot & (facts.page_size - 1)) - rank.load() * facts.rows
+        owned = (local >= 0) & (local < facts.rows)
+        with lanes.when((slot >= 0) & (page < facts.pages) & owned):
+            row = page.to_i64() * facts.pitch + (local + facts.row_offset).to_i64()
+            key = (new_k + (token.to_i64() * _ROW_WORDS + word.to_i64())).load_vector(
+                lanes.i32(), _THREAD_WORDS
+            )
+            (cache + (row * _ROW_WORDS + word.to_i64())).store_vector(key)

@@ -1,0 +1,482 @@
+"""Owner merge on Hopper: one launch, a warp or a warpgroup a (token, head).
+
+All W x 16 candidates of a (token, head) are worked on side by side. An *entry* is an unsigned
+64-bit integer whose order is the order wanted; 0 is no candidate.
+
+1. Sorted by id, the largest score of an id first: an entry's place is the number of entries before
+   it, counted against all of them.
+2. An entry behind another of its id is a duplicate and drops out. The others are ranked by the
+   contract's order, again by counting; ranks below 16 win.
+3. A winner's place in the output is the number of winners with a lower id.
+
+Nothing waits here: the collective transport delivers before the launch, so a flag (or one of a
+row's tags) that is not the expected one is a protocol fault.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+
+from msa_icp_jax import rows as candidate_rows
+from msa_icp_jax.geometry import MAX_BLOCKS, TOPK, cdiv
+from msa_icp_jax.ops._mosaic import lanes
+from msa_icp_jax.ops._mosaic.lanes import Lane, Words, i64, int32, where
+from msa_icp_jax.ops._mosaic.launch import CTA, Target, launch
+from msa_icp_jax.ops._mosaic.top16 import count_better, flip_sign, order_key_of_word
+from msa_icp_jax.rows import INVALID_KEY, NO_BLOCK, READY, ROW_WORDS, TAGGED_WORDS
+
+_WARP, _WARPS = 32, 4
+_WARP_ROWS_PER_SM = 8  # from here on a warp a row, below it a warpgroup
+_NO_ID = 0x7FFFFFFF
+_INDEX_BITS = 6  # of an entry's number, in the low bits of an entry: at most 64 entries
+
+# Shared memory of a team, in words; the tables are read 16 bytes at a time.
+_TABLE_WORDS = 2 * (1 << _INDEX_BITS)
+_ARRIVED_AT = 0  # the received entries
+_SORTED_AT = _ARRIVED_AT + _TABLE_WORDS
+_PICKED_AT = _SORTED_AT + _TABLE_WORDS  # ids of the winners
+_FAILED_AT = _PICKED_AT + TOPK  # ballots of the threads whose row did not arrive
+_TEAM_WORDS = _FAILED_AT + _WARPS
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge:
+    """The static facts of one merge.
+
+    Attributes:
+      sources: W.
+      heads: heads that this rank owns.
+      tokens: T.
+      begin, end: forced blocks at the start, and visible ones at the end.
+      tagged, prefill: as in the contract.
+      team: warps that share a (token, head), 1 or 4.
+    """
+
+    sources: int
+    heads: int
+    tokens: int
+    begin: int
+    end: int
+    tagged: bool
+    prefill: bool
+    team: int
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.heads
+
+    @property
+    def rows_at_once(self) -> int:
+        return _WARPS // self.team
+
+    @property
+    def entries(self) -> int:
+        return self.sources * TOPK
+
+    @property
+    def clears(self) -> bool:
+        """Whether flags are set back to 0."""
+        return not (self.tagged or self.prefill)
+
+
+def merge_rows(
+    recv: jax.Array,
+    num_valid_pages: jax.Array,
+    output: jax.Array,
+    errors: jax.Array,
+    generations: jax.Array | None,
+    *,
+    init_blocks: int,
+    local_blocks: int,
+    prefill: bool,
+    spin_limit: int,
+    enable_pdl: bool,
+    target: Target,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Merges every source rank's candidates of the owned heads.
+
+    Args:
+      recv: int32 [W, hpr, >= T, 33], or tagged [W, hpr, >= T, 32, 2].
+      num_valid_pages: int32 [T], T >= 1.
+      output: int32 [>= T, hpr, 16] to write into.
+      errors: int32 [1], grown by one per failed (source, head, token) row.
+      generations: int32 [hpr, T], the tags that tagged rows must carry; None for legacy rows.
+      init_blocks: forced blocks at the start.
+      local_blocks: forced visible blocks at the end.
+      prefill: a row without visible blocks answers [0, -1, ...]; flags stay.
+      spin_limit: not used, since nothing waits.
+      enable_pdl: let the launch overlap the preceding kernel's end.
+      target: the machine to build for.
+
+    Returns:
+      (output, recv with its flags cleared unless tagged or prefill, errors).
+    """
+    del spin_limit
+    sources, heads = recv.shape[:2]
+    tokens = num_valid_pages.shape[0]
+    many = tokens * heads >= target.sms * _WARP_ROWS_PER_SM
+    facts = Merge(
+        sources=sources,
+        heads=heads,
+        tokens=tokens,
+        begin=init_blocks,
+        end=local_blocks,
+        tagged=generations is not None,
+        prefill=prefill,
+        team=1 if many else _WARPS,
+    )
+    turns = cdiv(facts.rows, facts.rows_at_once)
+    ctas = min(turns, target.sms) if target.interpret else turns
+
+    received = jax.new_ref(recv) if facts.clears else recv
+    merged = jax.new_ref(output)
+    # The stock ops have no atomic add: there every row reports its own faults.
+    count = jnp.zeros(facts.rows, jnp.int32) if target.interpret else errors
+    faults = jax.new_ref(count)
+    launch(
+        functools.partial(_kernel, facts=facts, ctas=ctas, pdl=enable_pdl, target=target),
+        name="merge_rows",
+        target=target,
+        grid=(ctas,),
+        scratch_types={"shared": plgpu.SMEM((_WARPS, _TEAM_WORDS), jnp.int32)},
+    )(received, num_valid_pages, *([] if generations is None else [generations]), merged, faults)
+    if facts.clears:
+        recv = jax.freeze(received)
+    count = jax.freeze(faults)
+    return jax.freeze(merged), recv, errors + count.sum() if target.interpret else count
+
+
+def _kernel(
+    recv: Any,
+    counts: Any,
+    *others: Any,
+    shared: Any,
+    facts: Merge,
+    ctas: int,
+    pdl: bool,
+    target: Target,
+) -> None:
+    *tags, output, faults = others
+    if pdl and not target.interpret:
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
+    merge = _merge_stock if target.interpret else _merge_inline
+
+    def turn(index: Any) -> None:
+        merge(recv, counts, tags, output, faults, shared, index, facts)
+
+    if ctas * facts.rows_at_once >= facts.rows:
+        turn(lax.axis_index(CTA))
+        return
+
+    @pl.loop(0, cdiv(facts.rows, ctas * facts.rows_at_once))
+    def _(i: Any) -> None:
+        turn(i * ctas + lax.axis_index(CTA))
+
+
+# ---- stock ops ----
+
+
+def _merge_stock(
+    recv: Any,
+    counts: Any,
+    tags: list[Any],
+    output: Any,
+    faults: Any,
+    shared: Any,
+    turn: Any,
+    facts: Merge,
+) -> None:
+    del shared
+    for i in range(facts.rows_at_once):
+        row = turn * facts.rows_at_once + i
+
+        @pl.when(row < facts.rows)
+        def _(row: Any = row) -> None:
+            token, head = lax.div(row, facts.heads), lax.rem(row, facts.heads)
+            received = recv[:, head, token]
+            if tags:
+                arrived = (received[..., 1] == tags[0][head, token]).all(axis=-1)
+                received = received[..., 0]
+            else:
+                arrived = received[:, ROW_WORDS - 1] == READY
+            best = _best_ids(received, counts[token], facts)
+            output[token, head] = jnp.where(arrived.all(), best, NO_BLOCK)
+            faults[row] = jnp.sum(~arrived, dtype=jnp.int32)
+            if facts.clears:
+                recv[:, head, token, ROW_WORDS - 1] = jnp.zeros(facts.sources, jnp.int32)
+
+
+def _best_ids(received: jax.Array, count: jax.Array, facts: Merge) -> jax.Array:
+    """The merged ids [16] of one (token, head)."""
+    words, ids = (x.reshape(-1) for x in candidate_rows.unpack(received))
+    ids, _, words = lax.sort((ids, ~candidate_rows.order_keys(words), words), num_keys=2)
+    keys = candidate_rows.candidate_keys(words, ids, count, facts.begin, facts.end)
+    repeated = jnp.concatenate([jnp.full(1, False), ids[1:] == ids[:-1]])
+    keys = jnp.where(repeated, INVALID_KEY, keys)
+    best = candidate_rows.ascending(candidate_rows.take_top16(keys, words, ids)[2])[0]
+    if facts.prefill:
+        only_block_zero = jnp.where(jnp.arange(TOPK) == 0, 0, NO_BLOCK)
+        best = jnp.where(count <= 0, only_block_zero, best)
+    return best
+
+
+# ---- machine pieces ----
+
+
+def _merge_inline(
+    recv: Any,
+    counts: Any,
+    tags: list[Any],
+    output: Any,
+    faults: Any,
+    shared: Any,
+    turn: Any,
+    facts: Merge,
+) -> None:
+    refs = [recv, counts, output, faults, shared, *tags]
+
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), plgpu.Layout.WG_SPLAT))
+    def merge(_: Any, *arguments: Any) -> None:
+        capacity = ir.MemRefType(arguments[0].type).shape[2]
+        *refs, turn = arguments
+        recv, counts, output, faults, shared, *tags = (Words.of(ref) for ref in refs)
+        _Team(facts, capacity).merge(
+            recv, counts, tags, output, faults, shared, lanes.scalar(turn)
+        )
+
+    merge(*refs, turn)
+
+
+@dataclasses.dataclass
+class _Candidate:
+    """One received candidate, and the thread's share of the work on it."""
+
+    index: Lane  # 16 source + place in the row
+    word: Lane
+    block: Lane
+    failed: Lane  # whether its row did not arrive (tagged: its own two words)
+
+
+class _Team:
+    """The program of one thread: with more threads than entries some share an entry.
+
+    The `parts` threads of an entry lie side by side and compare it with every parts-th pair of
+    entries; with fewer threads than entries each has `held` of them.
+    """
+
+    def __init__(self, facts: Merge, capacity: int) -> None:
+        self.facts, self.capacity = facts, capacity
+        threads = _WARP * facts.team
+        self.parts = max(1, threads // facts.entries)
+        self.held = max(1, facts.entries // threads)
+        thread = lanes.thread() & (_WARP * _WARPS - 1)
+        self.lane = thread & (_WARP - 1)
+        self.warp = lanes.warp_from(thread >> 5, 0)
+        self.number = thread & (threads - 1)  # in the team
+        self.part = self.number & (self.parts - 1)
+
+    def merge(
+        self,
+        recv: Words,
+        counts: Words,
+        tags: list[Words],
+        output: Words,
+        faults: Words,
+        shared: Words,
+        turn: Lane,
+    ) -> None:
+        facts = self.facts
+        row = turn * facts.rows_at_once
+        if facts.team == 1:
+            row = row + self.warp
+            shared = shared + self.warp * _TEAM_WORDS
+        with lanes.when(row < facts.rows):
+            shift = facts.heads.bit_length() - 1
+            token, head = row >> shift, row & (facts.heads - 1)
+            count = (counts + token).load()
+            tag = (tags[0] + head * facts.tokens + token).load() if tags else None
+            received = [self._receive(i, recv, head, token, tag) for i in range(self.held)]
+            self._share_failures(received, shared)
+            mine = [self._by_id(x, count) for x in received]
+            for x, by_id in zip(received, mine, strict=True):
+                (shared + (_ARRIVED_AT + x.index * 2)).store(by_id)
+            self._clear_tables(shared)
+            self._barrier()
+
+            failed = self._failed(shared)
+            self._report(failed, faults)
+            if facts.clears:
+                self._clear_flags(recv, head, token)
+            self._sort(mine, shared)
+            any_failed = functools.reduce(Lane.__or__, failed)
+            winners = self._rank(count, shared)
+            self._barrier()
+            self._store(winners, count, any_failed, output + row.to_i64() * TOPK, shared)
+            self._barrier()  # before the next row uses the shared memory
+
+    def _barrier(self) -> None:
+        lanes.team_barrier() if self.facts.team > 1 else lanes.warp_barrier()
+
+    def _entry_index(self, which: int) -> Lane:
+        shift = self.parts.bit_length() - 1
+        return (self.number >> shift) + which * _WARP
+
+    def _row(self, recv: Words, source: Lane, head: Lane, token: Lane) -> Words:
+        """The first word of a received row."""
+        words = 2 * TAGGED_WORDS if self.facts.tagged else ROW_WORDS
+        of_head = source * self.facts.heads + head
+        return recv + (of_head.to_i64() * self.capacity + token.to_i64()) * words
+
+    def _receive(
+        self, which: int, recv: Words, head: Lane, token: Lane, tag: Lane | None
+    ) -> _Candidate:
+        """Loads a candidate and checks that its row is there.
+
+        This is the one place that reads flags and tags: a transport that does not deliver before
+        the launch would wait here.
+        """
+        index = self._entry_index(which)
+        row, place = self._row(recv, index >> 4, head, token), index & (TOPK - 1)
+        if tag is None:
+            flag = (row + 2 * TOPK).load()
+            return _Candidate(
+                index, (row + place).load(), (row + (place + TOPK)).load(), flag.ne(READY)
+            )
+        word, word_tag = (row + place * 2).load_vector(lanes.i32(), 2)
+        block, block_tag = (row + (place + TOPK) * 2).load_vector(lanes.i32(), 2)
+        return _Candidate(index, word, block, word_tag.ne(tag) | block_tag.ne(tag))
+
+    def _share_failures(self, received: list[_Candidate], shared: Words) -> None:
+        for i, x in enumerate(received):
+            ballot = lanes.warp_ballot(x.failed)
+            with lanes.when(self.lane.eq(0)):
+                slot = self.warp & (self.facts.team - 1)
+                (shared + (_FAILED_AT + slot + i)).store(ballot)
+
+    def _failed(self, shared: Words) -> list[Lane]:
+        """Whether each source's row failed."""
+        facts = self.facts
+        threads = TOPK * self.parts  # of a source, numbered as in the ballots
+        words = [(shared + (_FAILED_AT + i)).load() for i in range(facts.team * self.held)]
+        found = []
+        for source in range(facts.sources):
+            first, stop = source * threads, (source + 1) * threads
+            if threads < _WARP:
+                half = words[first // _WARP] & (0xFFFF << (first % _WARP))
+            else:
+                half = functools.reduce(Lane.__or__, words[first // _WARP : stop // _WARP])
+            found.append(half.ne(0))
+        return found
+
+    def _report(self, failed: list[Lane], faults: Words) -> None:
+        number = functools.reduce(Lane.__add__, (x.to_i32() for x in failed))
+        with lanes.when(self.number.eq(0) & (number > 0)):
+            faults.atomic_add(number)
+
+    def _clear_flags(self, recv: Words, head: Lane, token: Lane) -> None:
+        with lanes.when(self.number < self.facts.sources):
+            (self._row(recv, self.number, head, token) + 2 * TOPK).store(int32(0))
+
+    def _by_id(self, x: _Candidate, count: Lane) -> Lane:
+        """Entry that comes first with the lower id, then the larger score."""
+        valid = (x.block >= 0) & (x.block < lanes.minimum(count, MAX_BLOCKS))
+        key = flip_sign(order_key_of_word(x.word))
+        return where(valid, _entry(int32(MAX_BLOCKS - 1) - x.block, key, x.index), 0)
+
+    def _clear_tables(self, shared: Words) -> None:
+        for i in range(self.held):
+            index = self._entry_index(i)
+            (shared + (_SORTED_AT + index * 2)).store(lanes.constant(0, i64()))
+        with lanes.when(self.number < TOPK):
+            (shared + (_PICKED_AT + self.number)).store(int32(_NO_ID))
+
+    def _before(self, table: Words, mine: Lane) -> Lane:
+        """How many entries of a table come before `mine`."""
+        found = count_better(table, self.facts.entries, mine, self.part, self.parts)
+        distance = 1
+        while distance < self.parts:
+            found = found + lanes.warp_xor(found, distance)
+            distance *= 2
+        return found
+
+    def _sort(self, mine: list[Lane], shared: Words) -> None:
+        """Leaves the entries by id, the largest score of an id first, zeros behind them."""
+        places = [self._before(shared + _ARRIVED_AT, x) for x in mine]
+        for x, place in zip(mine, places, strict=True):
+            with lanes.when(x.ne(0) & self.part.eq(0)):
+                (shared + (_SORTED_AT + place * 2)).store(x)
+        self._barrier()
+
+    def _rank(self, count: Lane, shared: Words) -> list[tuple[Lane, Lane]]:
+        """Picks the winners; returns (block, whether it won) of this thread's sorted entries."""
+        facts = self.facts
+        sorted_, ranked = shared + _SORTED_AT, shared + _ARRIVED_AT
+        blocks, entries = [], []
+        for i in range(self.held):
+            index = self._entry_index(i)
+            mine = (sorted_ + index * 2).load(i64())
+            before = (sorted_ + lanes.maximum(index - 1, 0) * 2).load(i64())
+            block = int32(MAX_BLOCKS - 1) - _high(mine)
+            lives = mine.ne(0) & (index.eq(0) | _high(mine).ne(_high(before)))
+            forced = (block < facts.begin) | (block >= count - facts.end)
+            key = (mine >> _INDEX_BITS).to_i32()
+            entry = where(lives, _entry(forced.to_i32(), key, index), 0)
+            (ranked + index * 2).store(entry)
+            blocks.append(block)
+            entries.append(entry)
+        self._barrier()
+        winners = []
+        for block, entry in zip(blocks, entries, strict=True):
+            rank = self._before(ranked, entry)
+            wins = entry.ne(0) & (rank < TOPK) & self.part.eq(0)
+            with lanes.when(wins):
+                (shared + (_PICKED_AT + rank)).store(block)
+            winners.append((block, wins))
+        return winners
+
+    def _store(
+        self,
+        winners: list[tuple[Lane, Lane]],
+        count: Lane,
+        any_failed: Lane,
+        output: Words,
+        shared: Words,
+    ) -> None:
+        """Stores the winners ascending and -1 behind them; all -1 where a source failed."""
+        picked = shared + _PICKED_AT
+        with lanes.when(self.number < TOPK):
+            none_here = (picked + self.number).load().eq(_NO_ID)
+            tail = int32(NO_BLOCK)
+            if self.facts.prefill:
+                padding = (count <= 0) & self.number.eq(0) & (any_failed ^ 1)
+                tail = where(padding, 0, tail)
+            with lanes.when(none_here | any_failed):
+                (output + self.number).store(tail)
+        for block, wins in winners:
+            with lanes.when(wins & (any_failed ^ 1)):
+                lower = int32(0)
+                for i in range(0, TOPK, 4):
+                    for other in (picked + i).load_vector(lanes.i32(), 4):
+                        lower = lower - ((other - block) >> 31)  # both >= 0: no overflow
+                (output + lower).store(block)
+
+
+def _entry(high: Lane, key: Lane, index: Lane) -> Lane:
+    """An entry: `high` (< 2**25), then the unsigned 32-bit key, then the lower index."""
+    low = (int32((1 << _INDEX_BITS) - 1) - index).to_i64()
+    middle = (key.to_i64() & 0xFFFFFFFF) << _INDEX_BITS
+    return (high.to_i64() << (32 + _INDEX_BITS)) | middle | low
+
+
+def _high(entry: Lane) -> Lane:
+    return (entry >> (32 + _INDEX_BITS)).to_i32()
