@@ -9,6 +9,9 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+_SM_SHARED_BYTES = 228 << 10
+_CTA_SHARED_BYTES = 1 << 10  # kept by the system
+
 # A full Hopper SXM part (H100, H200), assumed when a program is built where no GPU can be asked.
 HOPPER_SMS = 132
 
@@ -40,6 +43,15 @@ def current_target() -> Target:
     except RuntimeError:
         return Target()
     return Target(sms=gpus[0].core_count)
+
+
+def ctas_per_sm(shared_bytes: int) -> int:
+    """CTAs that an SM holds at a time by their shared memory (their registers must allow it).
+
+    A persistent grid has to be exactly that large: with room for one more, CTAs of two launches
+    pile up on some SMs while others stay empty.
+    """
+    return max(1, _SM_SHARED_BYTES // (shared_bytes + _CTA_SHARED_BYTES))
 
 
 def launch(

@@ -1,0 +1,323 @@
+"""Exact scores of a step: e4m3 products summed in float32 on the tensor cores.
+
+e4m3 fits in float16, so keys and queries are widened and multiplied by ``mma.sync`` (16 keys x 8
+query rows x 16 dimensions) with float32 sums: every product is exact, only the sums round.
+
+A warp scores one page. Its keys lie in two halves (see `page_ring`); row g of a fragment, g = lane
+// 4, comes from half g % 2, so tile m of a page takes rows ``8 m + g // 2`` and, 8 fragment rows
+on, ``8 m + 4 + g // 2`` of each half. The sum over the 128 dimensions may be taken in any order as
+long as keys and queries agree: lane t of the four that share a row reads bytes 16 t .. 16 t + 15
+and 64 + 16 t .. of it, and word s of these 32 bytes feeds step s of eight. Query fragments are
+widened once a segment and lie in shared memory in the order in which lanes read them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith, llvm
+
+from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS
+from msa_icp_jax.ops._mosaic import lanes
+from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, maximum, where
+from msa_icp_jax.ops._mosaic.page_ring import (
+    HALF_SHIFT,
+    SEGMENT_PAGES,
+    PageRing,
+    barrier_of_warp,
+    slot_of_warp,
+    stage_of,
+    warp_number,
+)
+from msa_icp_jax.ops._mosaic.work_balance import STEP_PAGES, WARP
+
+_SCALAR = plgpu.Layout.WG_SPLAT
+_LOWEST = float("-inf")
+_TILE = 8  # query rows of a product
+_QUERY_WORDS = 8 * 2 * WARP  # of one tile's fragments: 8 steps, two words a lane
+_MMA = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+    " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scorer:
+    """Static facts of the products.
+
+    Attributes:
+      ring: where keys come from.
+      tokens: query tokens of a request.
+      world_size: ranks that share a page.
+    """
+
+    ring: PageRing
+    tokens: int
+    world_size: int
+
+    @property
+    def query_rows(self) -> int:
+        """Query tokens x heads of a request."""
+        return self.tokens * NUM_HEADS
+
+    @property
+    def tiles(self) -> int:
+        """Products side by side for the query rows: a power of two; spare rows repeat the last."""
+        return 1 << (-(-self.query_rows // _TILE) - 1).bit_length()
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory: `queries`, and `found`, the segment's scores [query row, column]."""
+        if self.ring.interpret:
+            queries = plgpu.SMEM((self.query_rows, HEAD_DIM), jnp.float32)
+        else:
+            queries = plgpu.SMEM((self.tiles * _QUERY_WORDS,), jnp.int32)
+        return {
+            "queries": queries,
+            "found": plgpu.SMEM((self.query_rows, SEGMENT_PAGES), jnp.float32),
+        }
+
+    def load_queries(self, query: Any, queries: Any, request: Any) -> None:
+        """Widens a request's query rows into `queries`; a barrier has to follow."""
+        load = _load_queries_stock if self.ring.interpret else _load_queries_inline
+        load(query, queries, request, self)
+
+    def score(
+        self, scratch: dict[str, Any], step: Any, count: Any, first: Any, length: Any, rank: Any
+    ) -> None:
+        """Waits for a step's pages and puts their scores into columns 4 step .. of `found`.
+
+        Args:
+          scratch: the ring's and this scorer's.
+          step: number of the step in the segment.
+          count: its number in the CTA.
+          first: the segment's first step in the request.
+          length: tokens of the request.
+          rank: this rank.
+        """
+        score = _score_stock if self.ring.interpret else _score_inline
+        score(scratch, step, count, first, length, rank, self)
+
+
+def _load_queries_stock(query: Any, queries: Any, request: Any, scorer: Scorer) -> None:
+    tokens = query[pl.ds(request * scorer.tokens, scorer.tokens)]
+    queries[...] = tokens.reshape(scorer.query_rows, HEAD_DIM).astype(jnp.float32)
+
+
+def _load_queries_inline(query: Any, queries: Any, request: Any, scorer: Scorer) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR))
+    def load(_: Any, query: Any, queries: Any, request: Any) -> None:
+        request, rows = lanes.scalar(request), scorer.query_rows
+
+        def piece(at: Lane) -> tuple[()]:
+            """16 bytes of a row: four words, steps ``4 (chunk // 4)`` upwards of lane chunk % 4."""
+            row, chunk = at >> 3, at & 7
+            source = (request * rows + lanes.minimum(row, rows - 1)) * (HEAD_DIM // 4) + chunk * 4
+            words = (Words.of(query) + source).load_vector(lanes.i32(), 4)
+            lane = (row & 7) * 4 + (chunk & 3)
+            place = Words.of(queries) + ((row >> 3) * _QUERY_WORDS + (chunk >> 2) * 256 + lane * 4)
+            place.store_vector([*_widen(words[0]), *_widen(words[1])])
+            (place + 128).store_vector([*_widen(words[2]), *_widen(words[3])])
+            return ()
+
+        lanes.loop(lanes.thread(), int32(scorer.tiles * _TILE * 8), 128, (), piece)
+
+    load(query, queries, request)
+
+
+def _score_stock(
+    scratch: dict[str, Any],
+    step: Any,
+    count: Any,
+    first: Any,
+    length: Any,
+    rank: Any,
+    scorer: Scorer,
+) -> None:
+    ring = scorer.ring
+    slot = lax.rem(count, ring.stages)
+    plgpu.barrier_wait(scratch["arrived"].at[slot])
+    keys = scratch["slots"][slot].astype(jnp.float32)
+    products = jnp.einsum("nd,prd->npr", scratch["queries"][...], keys)
+    page = (first + step) * STEP_PAGES + jnp.arange(STEP_PAGES)
+    position = _page_position(page, rank, scorer)[:, None] + jnp.arange(ring.rows)
+    token = jnp.arange(scorer.query_rows) // NUM_HEADS
+    visible = position <= (length - scorer.tokens + token)[:, None, None]
+    visible &= (scratch["page_ids"][pl.ds(step * STEP_PAGES, STEP_PAGES)] >= 0)[:, None]
+    best = jnp.where(visible & ~jnp.isnan(products), products, _LOWEST).max(axis=2)
+    scratch["found"][:, pl.ds(step * STEP_PAGES, STEP_PAGES)] = best
+
+
+def _score_inline(
+    scratch: dict[str, Any],
+    step: Any,
+    count: Any,
+    first: Any,
+    length: Any,
+    rank: Any,
+    scorer: Scorer,
+) -> None:
+    ring = scorer.ring
+    names = ("slots", "arrived", "page_ids", "queries", "found")
+
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(names), *[_SCALAR] * 5))
+    def score(_: Any, *arguments: Any) -> None:
+        slots, arrived, page_ids, queries, found = arguments[: len(names)]
+        step, count, first, length, rank = (lanes.scalar(x) for x in arguments[len(names) :])
+        lane = lanes.thread() & (WARP - 1)
+        stage = stage_of(count, ring)
+        _wait(barrier_of_warp(arrived, ring, stage), count, ring)
+
+        column = step * STEP_PAGES + warp_number()
+        page_id = (Words.of(page_ids) + column).load()
+        position = _page_position(first * STEP_PAGES + column, rank, scorer)
+        room = length - scorer.tokens - position  # the first token sees rows 0 .. room
+        slot = slot_of_warp(slots, ring, stage)
+
+        def page_maxima() -> Sequence[Lane]:
+            return _page_maxima(slot, Words.of(queries), lane, room, scorer)
+
+        def nothing() -> Sequence[Lane]:
+            return [lanes.constant(_LOWEST, lanes.f32())] * (2 * scorer.tiles)
+
+        values = lanes.choose(
+            page_id >= 0, [lanes.f32()] * (2 * scorer.tiles), page_maxima, nothing
+        )
+        _store_row_maxima(values, Words.of(found) + column, lane, scorer)
+
+    score(*(scratch[name] for name in names), step, count, first, length, rank)
+
+
+# ---- parts of the inline code: each emits the program of one CUDA thread ----
+
+
+def _page_position(page: Any, rank: Any, scorer: Scorer) -> Any:
+    """Position of this rank's first row of a page of the request."""
+    return page * scorer.ring.batch.page_size + rank * scorer.ring.rows
+
+
+def _wait(barrier: Lane, count: Lane, ring: PageRing) -> None:
+    parity = Lane(arith.divui(count.value, int32(ring.stages).value)) & 1
+    lanes.ptx(
+        "{ .reg .pred done; again:"
+        " mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; @!done bra again; }",
+        barrier,
+        parity,
+        collective=True,
+    )
+
+
+def _widen(word: Lane) -> tuple[Lane, Lane]:
+    """Four e4m3 numbers as two pairs of float16."""
+    return lanes.ptx(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2;"
+        " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+        word,
+        result=(lanes.i32(), lanes.i32()),
+        pure=True,
+    )
+
+
+def _load16(address: Lane) -> tuple[Lane, ...]:
+    """16 bytes of shared memory; in this place, which keeps few of them in registers."""
+    return lanes.ptx(
+        "ld.volatile.shared.v4.b32 {$0, $1, $2, $3}, [$4];", address, result=(lanes.i32(),) * 4
+    )
+
+
+def _page_maxima(
+    slot: Lane, queries: Words, lane: Lane, room: Lane, scorer: Scorer
+) -> Sequence[Lane]:
+    """Maxima over this lane's rows of a page: of query rows 8 i + 2 t and the next, per tile i."""
+    half = scorer.ring.rows // 2
+    odd, row = (lane >> 2) & 1, lane >> 3
+    keys = slot + odd * (half * HEAD_DIM + HALF_SHIFT) + row * HEAD_DIM + (lane & 3) * 16
+    fragments = Lane(llvm.ptrtoint(lanes.i32(), queries.pointer)) + lane * 16
+    first_row = odd * half + row
+    tail = room < scorer.ring.rows - 1
+    best = [lanes.constant(_LOWEST, lanes.f32())] * (2 * scorer.tiles)
+    for pair in range(0, scorer.ring.rows // 16, 2):
+        sums = _products(keys + pair * 8 * HEAD_DIM, fragments, scorer)
+
+        def masked(sums: Sequence[Lane] = sums, pair: int = pair) -> Sequence[Lane]:
+            at = first_row + pair * 8
+            return [_mask(x, i, at, room, lane, scorer) for i, x in enumerate(sums)]
+
+        def whole(sums: Sequence[Lane] = sums) -> Sequence[Lane]:
+            return sums
+
+        for i, value in enumerate(lanes.choose(tail, [lanes.f32()] * len(sums), masked, whole)):
+            tile, part = i // 4 % scorer.tiles, i % 2
+            best[2 * tile + part] = maximum(best[2 * tile + part], value)
+    return best
+
+
+def _mask(value: Lane, index: int, row: Lane, room: Lane, lane: Lane, scorer: Scorer) -> Lane:
+    """-inf where the query row's token does not see the key row; see `_products` for the index."""
+    product, tile, part = index // 4 // scorer.tiles, index // 4 % scorer.tiles, index % 4
+    row += product * 8 + part // 2 * 4
+    token = ((lane & 3) * 2 + tile * _TILE + part % 2) >> 2
+    return where(row <= room + token, value, _LOWEST)
+
+
+def _products(keys: Lane, fragments: Lane, scorer: Scorer) -> list[Lane]:
+    """Two key tiles against all query tiles: sums [key tile, query tile, 4 of this lane]."""
+    tiles = scorer.tiles
+    words = [_key_words(keys + tile * 8 * HEAD_DIM) for tile in range(2)]
+    zero = lanes.constant(0.0, lanes.f32())
+    sums = [[[zero] * 4 for _ in range(tiles)] for _ in range(2)]
+    for step in range(8):
+        if step % 2 == 0:
+            at = fragments + step // 2 * 512
+            query = [_load16(at + tile * _QUERY_WORDS * 4) for tile in range(tiles)]
+        for m in range(2):
+            low, high = (_widen(word) for word in (words[m][0][step], words[m][1][step]))
+            a = (low[0], high[0], low[1], high[1])
+            for n in range(tiles):
+                b = query[n][2 * (step % 2) : 2 * (step % 2) + 2]
+                sums[m][n] = _multiply_add(a, b, sums[m][n])
+    return [x for by_query in sums for quad in by_query for x in quad]
+
+
+def _key_words(address: Lane) -> tuple[tuple[Lane, ...], tuple[Lane, ...]]:
+    """The 32 bytes this lane multiplies of its row in a tile, and of the row 8 fragment rows on."""
+    low = _load16(address) + _load16(address + 64)
+    high = _load16(address + 4 * HEAD_DIM) + _load16(address + 4 * HEAD_DIM + 64)
+    return low, high
+
+
+def _multiply_add(a: Sequence[Lane], b: Sequence[Lane], c: Sequence[Lane]) -> list[Lane]:
+    found = lanes.ptx(_MMA, *a, *b, *c, result=(lanes.f32(),) * 4, collective=True, pure=True)
+    return list(found)
+
+
+def _store_row_maxima(values: Sequence[Lane], place: Words, lane: Lane, scorer: Scorer) -> None:
+    """Takes the maxima over the eight lanes with the same query rows and stores them.
+
+    Each exchange halves the values a lane still holds, until it holds one: value j belongs to
+    query row ``2 t + 8 (j // 2) + j % 2``.
+    """
+    row, idle = (lane & 3) * 2, int32(0)
+    values = list(values)
+    for distance in (16, 8, 4):
+        upper = (lane & distance).ne(0)
+        kept = len(values) // 2
+        if kept:
+            pairs = list(zip(values[:kept], values[kept:], strict=True))
+            sent = [where(upper, a, b) for a, b in pairs]
+            values = [where(upper, b, a) for a, b in pairs]
+            row += where(upper, int32(8 * (kept // 2) if kept > 1 else 1), 0)
+        else:
+            sent, idle = values, idle | (lane & distance)
+        values = [maximum(x, _exchange(y, distance)) for x, y in zip(values, sent, strict=True)]
+    with lanes.when(idle.eq(0) & (row < scorer.query_rows)):
+        (place + row * SEGMENT_PAGES).store(values[0])
+
+
+def _exchange(x: Lane, distance: int) -> Lane:
+    return lanes.warp_xor(x.bits(lanes.i32()), distance).bits(lanes.f32())

@@ -1,0 +1,280 @@
+"""The way of key pages from a paged cache into shared memory: a ring of slots for every warp.
+
+A step is four pages, one a warp. Each warp has its own ring of `stages` slots and its own barriers,
+so warps never wait for each other: a warp copies its page of a later step as soon as it is done
+with a slot.
+
+A page arrives by two bulk copies, its first half of rows at the slot's start and its second half
+64 bytes further on than it would lie anyway. Fragments of a matrix product take rows of both halves
+in turn; rows are 128 bytes long, so without the shift the 16-byte reads of two rows would meet in
+the same memory banks. Plain addresses, formed in 64 bits from checked page ids, need no tensor map:
+any page pitch that is a multiple of 128 bytes and any cache size will do.
+
+Before an earlier kernel has ended (programmatic dependent launch) nothing may be read for its
+value. `prefetch` reads the table all the same, as a hint: it asks the second-level cache for the
+pages that will probably be wanted first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from msa_icp_jax.geometry import HEAD_DIM
+from msa_icp_jax.ops._mosaic import lanes
+from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, when, where
+from msa_icp_jax.ops._mosaic.work_balance import STEP_PAGES, WARP, Batch, Share, load_fresh
+
+SEGMENT_STEPS = 32  # steps whose page ids are held at a time
+SEGMENT_PAGES = SEGMENT_STEPS * STEP_PAGES
+HALF_SHIFT = 64  # bytes between the end of a slot's first half and the start of its second
+_SCALAR = plgpu.Layout.WG_SPLAT
+_PER_THREAD = plgpu.Layout.WG_STRIDED((SEGMENT_PAGES,), vec_size=1)
+_KEEP_SHORTLY = 0x12F0000000000000  # cache policy: evict first, a key is read once
+
+
+@dataclasses.dataclass(frozen=True)
+class PageRing:
+    """The rings of a CTA.
+
+    Attributes:
+      batch: the decode batch.
+      width: page ids in a row of the block table.
+      pages: pages of the cache.
+      pitch: rows from one page to the next.
+      row_offset: first key row inside a page.
+      rows: key rows of a page, a multiple of 32.
+      stages: slots of a warp.
+      interpret: take the stock ops.
+    """
+
+    batch: Batch
+    width: int
+    pages: int
+    pitch: int
+    row_offset: int
+    rows: int
+    stages: int
+    interpret: bool
+
+    @property
+    def half_bytes(self) -> int:
+        """Bytes of half a page."""
+        return self.rows // 2 * HEAD_DIM
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes from one slot to the next: all halves of a kind start at the same bank."""
+        return 2 * (self.half_bytes + HALF_SHIFT)
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory: `slots`, `arrived` (barriers) and `page_ids` of the present segment."""
+        slots: Any
+        arrived: Any
+        if self.interpret:
+            slots = plgpu.SMEM((self.stages, STEP_PAGES, self.rows, HEAD_DIM), jnp.float8_e4m3fn)
+            arrived = plgpu.Barrier(num_arrivals=STEP_PAGES, num_barriers=self.stages)
+        else:
+            slots = plgpu.SMEM((STEP_PAGES * self.stages * self.slot_bytes,), jnp.uint8)
+            arrived = plgpu.SMEM((STEP_PAGES * self.stages * 2,), jnp.int32)
+        return {
+            "slots": slots,
+            "arrived": arrived,
+            "page_ids": plgpu.SMEM((SEGMENT_PAGES,), jnp.int32),
+        }
+
+    def start(self, arrived: Any) -> None:
+        """Makes the barriers ready; once, before anything else."""
+        if not self.interpret:
+            _start_inline(arrived, self)
+
+    def read_ids(self, table: Any, share: Share) -> jax.Array:
+        """Ids of the next pages of the share's first request, -1 where no key is visible.
+
+        int32 [128], entry j for page ``4 share.first + j``. Nothing is read past the request's
+        pages or the table's row; an id outside the cache counts as invisible.
+        """
+        read = _read_ids_stock if self.interpret else _read_ids_inline
+        return read(table, share, self)
+
+    def prefetch(self, keys: Any, query: Any, ids: jax.Array, share: Share, rows: int) -> None:
+        """Asks the second-level cache for the first pages and the `rows` query rows."""
+        if not self.interpret:
+            _prefetch_inline(keys, query, ids, share, rows, self)
+
+    def copy(self, keys: Any, scratch: dict[str, Any], step: Any, count: Any) -> None:
+        """Starts the copies of a step of this segment into slot ``count % stages``.
+
+        `count` numbers the CTA's steps from 0. The slot's former pages must have been used.
+        """
+        copy = _copy_stock if self.interpret else _copy_inline
+        copy(keys, scratch, step, count, self)
+
+
+def _start_inline(arrived: Any, ring: PageRing) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def start(_: Any, arrived: Any) -> None:
+        with when((lanes.thread() & (WARP - 1)).eq(0)):
+            for stage in range(ring.stages):
+                lanes.ptx(
+                    "mbarrier.init.shared.b64 [$0], 1;", barrier_of_warp(arrived, ring, stage)
+                )
+            lanes.ptx("fence.mbarrier_init.release.cluster;")
+
+    start(arrived)
+
+
+def _read_ids_stock(table: Any, share: Share, ring: PageRing) -> jax.Array:
+    row = table[jnp.clip(share.request, 0, ring.batch.requests - 1)]
+    page = share.first * STEP_PAGES + jnp.arange(SEGMENT_PAGES)
+    ids = row[jnp.clip(page, 0, ring.width - 1)]
+    exists = (page < jnp.minimum(ring.batch.pages(share.length), ring.width)) & (share.steps > 0)
+    return jnp.where(exists & (ids >= 0) & (ids < ring.pages), ids, -1)
+
+
+def _read_ids_inline(table: Any, share: Share, ring: PageRing) -> jax.Array:
+    batch = ring.batch
+    result = plgpu.ShapeDtypeStruct((SEGMENT_PAGES,), jnp.int32, _PER_THREAD)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[_SCALAR] * 4), return_type=result)
+    def read(_: Any, table: Any, *share: Any) -> Any:
+        request, length, first, steps = (lanes.scalar(x) for x in share)
+        page = first * STEP_PAGES + lanes.thread()
+        end = lanes.minimum(batch.pages_in_lane(length), ring.width)
+        exists = (steps > 0) & (page < end)
+        at = request.to_i64() * ring.width + page.to_i64()
+        entry = Words.of(table) + where(exists, at, 0)
+        known = load_fresh(entry)
+        valid = exists & (known >= 0) & (known < ring.pages)
+        return per_thread(where(valid, known, -1))
+
+    return read(table, *share)
+
+
+def _prefetch_inline(
+    keys: Any, query: Any, ids: jax.Array, share: Share, rows: int, ring: PageRing
+) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _PER_THREAD, _SCALAR, _SCALAR))
+    def prefetch(_: Any, keys: Any, query: Any, ids: Any, request: Any, steps: Any) -> None:
+        page_id, thread = of_thread(ids), lanes.thread()
+        with when((thread < STEP_PAGES * ring.stages) & (page_id >= 0)):
+            lanes.ptx(
+                "cp.async.bulk.prefetch.L2.global.L2::cache_hint [$0], $1, $2;",
+                page_address(keys, page_id, ring),
+                int32(2 * ring.half_bytes),
+                lanes.constant(_KEEP_SHORTLY, lanes.i64()),
+            )
+        with when((thread < rows) & (lanes.scalar(steps) > 0)):
+            row = Words.of(query) + (lanes.scalar(request) * rows + thread) * (HEAD_DIM // 4)
+            lanes.ptx("prefetch.global.L2 [$0];", Lane(row.pointer))
+
+    prefetch(keys, query, ids, share.request, share.steps)
+
+
+def _copy_stock(keys: Any, scratch: dict[str, Any], step: Any, count: Any, ring: PageRing) -> None:
+    slot = lax.rem(count, ring.stages)
+    for warp in range(STEP_PAGES):
+        page_id = jnp.maximum(scratch["page_ids"][step * STEP_PAGES + warp], 0)
+        plgpu.copy_gmem_to_smem(
+            keys.at[page_id, pl.ds(ring.row_offset, ring.rows)],
+            scratch["slots"].at[slot, warp],
+            scratch["arrived"].at[slot],
+        )
+
+
+def _copy_inline(keys: Any, scratch: dict[str, Any], step: Any, count: Any, ring: PageRing) -> None:
+    refs = [plgpu.RefType()] * 4
+
+    @plgpu.inline_mgpu(arg_types=(*refs, _SCALAR, _SCALAR))
+    def copy(
+        _: Any, keys: Any, slots: Any, arrived: Any, page_ids: Any, step: Any, count: Any
+    ) -> None:
+        step, count = lanes.scalar(step), lanes.scalar(count)
+        # The reads of the slot's former page come before the writes of the copy engine.
+        lanes.ptx("fence.proxy.async.shared::cta;")
+        lanes.warp_barrier()
+        with when((lanes.thread() & (WARP - 1)).eq(0)):
+            page_id = (Words.of(page_ids) + (step * STEP_PAGES + warp_number())).load()
+            stage = stage_of(count, ring)
+            barrier = barrier_of_warp(arrived, ring, stage)
+            there = page_id >= 0
+            size = where(there, int32(2 * ring.half_bytes), 0)
+            lanes.ptx("mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", barrier, size)
+            with when(there):
+                source = page_address(keys, page_id, ring)
+                target = slot_of_warp(slots, ring, stage)
+                _bulk_copy(target, source, ring.half_bytes, barrier)
+                _bulk_copy(
+                    target + (ring.half_bytes + HALF_SHIFT),
+                    source + ring.half_bytes,
+                    ring.half_bytes,
+                    barrier,
+                )
+
+    names = ("slots", "arrived", "page_ids")
+    copy(keys, *(scratch[name] for name in names), step, count)
+
+
+# ---- parts of inline code: each emits the program of one CUDA thread ----
+
+
+def per_thread(x: Lane) -> Any:
+    """One integer of each thread as an array of 128."""
+    vector = llvm.mlir_undef(ir.VectorType.get((1,), lanes.i32()))
+    vector = llvm.insertelement(vector, x.value, int32(0).value)
+    return mgpu.FragmentedArray(
+        _registers=np.array([vector], dtype=object), _layout=_PER_THREAD.to_mgpu(), _is_signed=True
+    )
+
+
+def of_thread(array: Any) -> Lane:
+    """This thread's integer of such an array."""
+    return Lane(llvm.extractelement(array.registers.item(), int32(0).value))
+
+
+def warp_number() -> Lane:
+    return lanes.thread() >> 5
+
+
+def stage_of(count: Lane, ring: PageRing) -> Lane:
+    return Lane(arith.remui(count.value, int32(ring.stages).value))
+
+
+def barrier_of_warp(arrived: Any, ring: PageRing, stage: Lane | int) -> Lane:
+    """Shared memory address of a stage's barrier."""
+    place = Words.of(arrived) + (warp_number() * ring.stages + stage) * 2
+    return Lane(place.pointer)
+
+
+def slot_of_warp(slots: Any, ring: PageRing, stage: Lane) -> Lane:
+    """Shared memory address of a stage's slot, as a 32-bit integer."""
+    base = Lane(llvm.ptrtoint(lanes.i32(), Words.of(slots).pointer))
+    return base + (warp_number() * ring.stages + stage) * ring.slot_bytes
+
+
+def page_address(keys: Any, page_id: Lane, ring: PageRing) -> Lane:
+    """Global memory address of a page's first key row, as a 64-bit integer."""
+    base = Lane(llvm.ptrtoint(lanes.i64(), Words.of(keys).pointer))
+    return base + (page_id.to_i64() * ring.pitch + ring.row_offset) * HEAD_DIM
+
+
+def _bulk_copy(target: Lane, source: Lane, size: int, barrier: Lane) -> None:
+    lanes.ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [$0], [$1], $2, [$3], $4;",
+        target,
+        source,
+        int32(size),
+        barrier,
+        lanes.constant(_KEEP_SHORTLY, lanes.i64()),
+    )
