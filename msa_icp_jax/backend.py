@@ -1,0 +1,78 @@
+"""Choice of the backend: the Mosaic GPU kernels on Hopper, the plain XLA definitions elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any, Literal
+
+import jax
+
+from msa_icp_jax import checks
+
+BACKENDS = ("auto", "mosaic", "xla")
+PRECISIONS = ("auto", "exact", "fast")
+
+Backend = Literal["mosaic", "xla"]
+
+
+def resolve_backend(backend: str, device: jax.Device | None = None) -> Backend:
+    """Returns "mosaic" or "xla" for "auto", "mosaic" or "xla".
+
+    "auto" takes Mosaic on a GPU of compute capability 9.0 and XLA elsewhere; on another GPU it
+    warns once. "mosaic" is taken at its word wherever a program is built (it can be exported for a
+    GPU from a machine without one).
+
+    Raises:
+      ValueError: `backend` is not one of the three.
+    """
+    checks.one_of("backend", backend, BACKENDS)
+    if backend != "auto":
+        return backend  # type: ignore[return-value]
+    device = device if device is not None else jax.devices()[0]
+    if device.platform != "gpu":
+        return "xla"
+    if getattr(device, "compute_capability", None) == "9.0":
+        return "mosaic"
+    _warn_portable(device.device_kind)
+    return "xla"
+
+
+def check_precision(precision: str) -> str:
+    """Raises unless `precision` is "auto", "exact" or "fast"."""
+    return checks.one_of("precision", precision, PRECISIONS)
+
+
+def refuse_vma(*arrays: Any) -> None:
+    """Raises where a Mosaic kernel would run under shard_map's check_vma=True.
+
+    The kernels write into refs, and refs cannot carry varying manual axes.
+    """
+    if any(varying_axes(x) for x in arrays):
+        raise ValueError(
+            'backend="mosaic" needs jax.shard_map(..., check_vma=False), got check_vma=True'
+        )
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The manual mesh axes over which `x` varies (empty outside shard_map(check_vma=True))."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def vary_as(x: jax.Array, *others: Any) -> jax.Array:
+    """Marks `x` as varying over every axis that one of `others` varies over.
+
+    Loops need it under shard_map(check_vma=True): a carry must vary from the start as it does at
+    the end. A no-op elsewhere.
+    """
+    axes = frozenset[str]().union(*(varying_axes(o) for o in others)) - varying_axes(x)
+    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+
+@functools.cache
+def _warn_portable(device_kind: str) -> None:
+    warnings.warn(
+        f"msa_icp_jax: no Mosaic kernels for {device_kind} (they need compute capability 9.0); "
+        "the portable XLA path runs instead",
+        stacklevel=3,
+    )

@@ -1,0 +1,109 @@
+"""Argument checks shared by every public function.
+
+Each check raises before any buffer is touched and names the argument, the value it got and the
+values it allows: ``TypeError`` for a wrong kind or dtype, ``ValueError`` for a wrong value or shape.
+Shapes and dtypes are static under ``jit``, so the checks cost nothing at run time.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class AtLeast(NamedTuple):
+    """A shape entry that may be larger than `size` (a buffer with spare room)."""
+
+    size: int
+
+    def __str__(self) -> str:
+        return f">={self.size}"
+
+
+def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
+    """Returns `value` as an int; `low` and `high` are inclusive bounds."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an int{_range(low, high)}, got {_describe(value)}")
+    if (low is not None and value < low) or (high is not None and value > high):
+        raise ValueError(f"{name} must be an int{_range(low, high)}, got {value}")
+    return int(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """Returns `value`, which must be a Python bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {_describe(value)}")
+    return value
+
+
+def finite(name: str, value: Any) -> float:
+    """Returns `value` as a finite Python float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a finite float, got {_describe(value)}")
+    if not np.isfinite(value):
+        raise ValueError(f"{name} must be a finite float, got {value}")
+    return float(value)
+
+
+def one_of(name: str, value: Any, allowed: Sequence[Any]) -> Any:
+    """Returns `value`, which must be one of `allowed`."""
+    if isinstance(value, bool) or not isinstance(value, type(allowed[0]) | np.integer):
+        raise TypeError(f"{name} must be one of {_join(allowed)}, got {_describe(value)}")
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {_join(allowed)}, got {value!r}")
+    return value
+
+
+def index(name: str, value: Any, size: int) -> Any:
+    """Returns an index below `size`: a checked Python int, or a traced int32 scalar as it is."""
+    if isinstance(value, jax.Array | np.ndarray) and not isinstance(value, np.generic):
+        array(name, value, jnp.int32)
+        return value
+    return integer(name, value, 0, size - 1)
+
+
+def array(name: str, value: Any, dtype: Any, *shape: int | AtLeast | None) -> None:
+    """Checks an array's dtype and shape; a shape entry None allows any size."""
+    if not isinstance(value, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be {_spec(dtype, shape)}, got {_describe(value)}")
+    if value.dtype != dtype:
+        raise TypeError(f"{name} must be {_spec(dtype, shape)}, got dtype {value.dtype.name}")
+    fits = len(shape) == value.ndim and all(
+        want is None or (have >= want.size if isinstance(want, AtLeast) else have == want)
+        for have, want in zip(value.shape, shape, strict=False)
+    )
+    if not fits:
+        raise ValueError(f"{name} must be {_spec(dtype, shape)}, got shape {list(value.shape)}")
+
+
+def device(name: str, value: Any) -> None:
+    """Checks that `value` is a JAX device or None."""
+    if value is not None and not isinstance(value, jax.Device):
+        raise TypeError(f"{name} must be a jax.Device or None, got {_describe(value)}")
+
+
+def _range(low: int | None, high: int | None) -> str:
+    if low is None and high is None:
+        return ""
+    if high is None:
+        return f" >= {low}"
+    return f" in [{low}, {high}]" if low is not None else f" <= {high}"
+
+
+def _spec(dtype: Any, shape: Sequence[int | AtLeast | None]) -> str:
+    sizes = ", ".join("any" if size is None else str(size) for size in shape)
+    return f"a {jnp.dtype(dtype).name} array of shape [{sizes}]"
+
+
+def _join(allowed: Sequence[Any]) -> str:
+    return ", ".join(repr(item) for item in allowed)
+
+
+def _describe(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -1,0 +1,170 @@
+"""Receive storage of the candidate rows and the collective transport.
+
+One rank's storage holds three slots (a running count of sparse-layer calls mod 3) of rows from
+every source rank, in a legacy and a tagged form. The layout is the same, bit for bit, for the
+collective transport (`lax.all_to_all` over the icp axis) and for a one-sided one that stores rows
+into peers' memory: row (t, h) of source rank r lies on rank ``h // hpr`` at flat row
+``((slot W + r) hpr + h % hpr) C + t``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from msa_icp_jax import checks, geometry, rows
+from msa_icp_jax.backend import vary_as
+from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, round_up
+
+_WORD_BYTES = 4
+_TAGGED_ALIGNMENT = 16  # bytes
+
+
+class MSAIcpCommLayout(NamedTuple):
+    """Where the parts of one rank's receive allocation lie.
+
+    Attributes:
+      storage_words: int32 words of the allocation.
+      legacy_offset_bytes: byte offset of the legacy rows, 0.
+      legacy_shape: [3, W, hpr, C, 33], int32.
+      tagged_offset_bytes: byte offset of the tagged rows, 16-byte aligned.
+      tagged_shape: [3, W, hpr, C, 32], int64 (as int32 pairs: one more axis of 2).
+      generations_shape: [3, W hpr, C], int32, the publish counters.
+      expected_shape: [3, hpr, C], int32, the merge's expected counters.
+    """
+
+    storage_words: int
+    legacy_offset_bytes: int
+    legacy_shape: tuple[int, ...]
+    tagged_offset_bytes: int
+    tagged_shape: tuple[int, ...]
+    generations_shape: tuple[int, ...]
+    expected_shape: tuple[int, ...]
+
+
+def msa_icp_comm_layout(world_size: int, heads_per_rank: int, capacity: int) -> MSAIcpCommLayout:
+    """The layout of one rank's receive storage.
+
+    Args:
+      world_size: W, 2 or 4.
+      heads_per_rank: hpr = 4 / W.
+      capacity: C, tokens of one decode step at most, >= 1.
+
+    Raises:
+      TypeError, ValueError: an argument is outside its range.
+    """
+    geometry.check_world_size(world_size)
+    geometry.check_heads_per_rank(world_size, heads_per_rank)
+    checks.integer("capacity", capacity, 1)
+    slot_rows = NUM_SLOTS * world_size * heads_per_rank * capacity
+    legacy_bytes = slot_rows * rows.ROW_WORDS * _WORD_BYTES
+    tagged_offset = round_up(legacy_bytes, _TAGGED_ALIGNMENT)
+    tagged_bytes = slot_rows * rows.TAGGED_WORDS * 2 * _WORD_BYTES
+    received = (NUM_SLOTS, world_size, heads_per_rank, capacity)
+    return MSAIcpCommLayout(
+        storage_words=(tagged_offset + tagged_bytes) // _WORD_BYTES,
+        legacy_offset_bytes=0,
+        legacy_shape=(*received, rows.ROW_WORDS),
+        tagged_offset_bytes=tagged_offset,
+        tagged_shape=(*received, rows.TAGGED_WORDS),
+        generations_shape=(NUM_SLOTS, world_size * heads_per_rank, capacity),
+        expected_shape=(NUM_SLOTS, heads_per_rank, capacity),
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MSAIcpComm:
+    """One rank's receive storage and counters; a pytree, all int32. Donate it with every call.
+
+    Zeroed once and never reset.
+
+    Attributes:
+      recv: [3, W, hpr, C, 33] legacy rows.
+      tagged_recv: [3, W, hpr, C, 32, 2] tagged rows as (word, generation) pairs.
+      recv_bases: [W, 2] device addresses (low, high) of every rank's legacy rows; 0: collective.
+      tagged_recv_bases: [W, 2] likewise of the tagged rows.
+      publish_generations: [3, 4, C] generation of the row last sent, by head.
+      expected_generations: [3, hpr, C] generation of the row last merged.
+      errors: [1] protocol faults so far.
+    """
+
+    recv: jax.Array
+    tagged_recv: jax.Array
+    recv_bases: jax.Array
+    tagged_recv_bases: jax.Array
+    publish_generations: jax.Array
+    expected_generations: jax.Array
+    errors: jax.Array
+
+    @classmethod
+    def zeros(cls, world_size: int, capacity: int) -> MSAIcpComm:
+        """Fresh storage of one rank for `capacity` tokens."""
+        shapes = comm_shapes(world_size, capacity)
+        return cls(**{name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items()})
+
+
+def comm_shapes(world_size: int, capacity: int) -> dict[str, tuple[int, ...]]:
+    """The shape of every array of one rank's MSAIcpComm."""
+    layout = msa_icp_comm_layout(world_size, NUM_HEADS // world_size, capacity)
+    return {
+        "recv": layout.legacy_shape,
+        "tagged_recv": (*layout.tagged_shape, 2),
+        "recv_bases": (world_size, 2),
+        "tagged_recv_bases": (world_size, 2),
+        "publish_generations": layout.generations_shape,
+        "expected_generations": layout.expected_shape,
+        "errors": (1,),
+    }
+
+
+def comm_specs(axis_name: str) -> MSAIcpComm:
+    """PartitionSpecs of a global MSAIcpComm over the icp axis."""
+    return MSAIcpComm(
+        recv=PartitionSpec(None, None, axis_name),
+        tagged_recv=PartitionSpec(None, None, axis_name),
+        recv_bases=PartitionSpec(axis_name),
+        tagged_recv_bases=PartitionSpec(axis_name),
+        publish_generations=PartitionSpec(None, axis_name),
+        expected_generations=PartitionSpec(None, axis_name),
+        errors=PartitionSpec(axis_name),
+    )
+
+
+def check_comm(comm: Any, world_size: int, capacity: int) -> None:
+    """Raises, naming the array, unless `comm` is one rank's storage for `capacity` tokens."""
+    if not isinstance(comm, MSAIcpComm):
+        raise TypeError(f"comm must be an MSAIcpComm, got {type(comm).__name__}")
+    for name, shape in comm_shapes(world_size, capacity).items():
+        checks.array(f"comm.{name}", getattr(comm, name), jnp.int32, *shape)
+
+
+def exchange(message: jax.Array, axis_name: str) -> jax.Array:
+    """Sends [W (destination), hpr, ...] over the icp axis; returns [W (source), hpr, ...]."""
+    return lax.all_to_all(message, axis_name, split_axis=0, concat_axis=0, tiled=True)
+
+
+def store_legacy(recv: jax.Array, slot: Any, received: jax.Array) -> jax.Array:
+    """Stores received rows [W, hpr, T, 33] into slot `slot` of recv [3, W, hpr, C, 33].
+
+    A row may be written only where the flag says that the last one was merged (0). Elsewhere it
+    goes in with a flag that the merge reports as a fault, since neither row can be trusted.
+    """
+    flag = rows.ROW_WORDS - 1
+    recv = vary_as(recv, received)
+    sizes = (1, *received.shape[:-1], 1)
+    merged = lax.dynamic_slice(recv, (slot, 0, 0, 0, flag), sizes)[0] == 0
+    flags = jnp.where(merged, received[..., flag:], -rows.READY)
+    received = jnp.concatenate([received[..., :flag], flags], axis=-1)
+    return lax.dynamic_update_slice(recv, received[None], (slot, 0, 0, 0, 0))
+
+
+def store_tagged(tagged_recv: jax.Array, slot: Any, received: jax.Array) -> jax.Array:
+    """Stores received tagged rows [W, hpr, T, 32, 2] into slot `slot` of the storage."""
+    tagged_recv = vary_as(tagged_recv, received)
+    return lax.dynamic_update_slice(tagged_recv, received[None], (slot, 0, 0, 0, 0, 0))

@@ -1,0 +1,173 @@
+"""The arithmetic that the plain (XLA) definitions of both scorers share.
+
+Decode and prefill score the same way: `requests` groups of query tokens against a few columns of
+each group's pages at a time. Prefill is the case of one group, a tile of one segment's tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from msa_icp_jax import rows
+from msa_icp_jax.geometry import HEAD_DIM, TOPK, cdiv, column_scale, rows_per_page
+
+NEG_INF = -jnp.inf
+_KEY_BYTES_PER_STEP = 16 << 20  # float32 keys that one scoring step holds
+
+
+class Shard(NamedTuple):
+    """One rank's share of the paged index-key cache.
+
+    Attributes:
+      index_k: float8_e4m3fn [pages, rows, 128]; this rank's rows of a page start at `row_offset`.
+      rank: int or traced int32 scalar.
+      world_size: 2 or 4.
+      page_size: 128 or 256.
+      row_offset: first row of the index keys inside a compound page.
+    """
+
+    index_k: jax.Array
+    rank: Any
+    world_size: int
+    page_size: int
+    row_offset: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a page on this rank."""
+        return rows_per_page(self.world_size, self.page_size)
+
+
+def columns_per_step(shard: Shard, groups: int, limit: int) -> int:
+    """Columns scored at a time: a multiple of four that bounds the gathered keys' memory."""
+    fit = _KEY_BYTES_PER_STEP // (groups * shard.rows * HEAD_DIM * 4)
+    return min(limit, max(4, fit // 4 * 4))
+
+
+def pages_of(
+    block_table: jax.Array, lengths: jax.Array, columns: jax.Array, num_pages: int, page_size: int
+) -> jax.Array:
+    """Physical pages int32 [groups, columns], -1 where there is none to read.
+
+    None to read: the column is at or past ``ceil(length / page_size)`` or the table's width, or the
+    entry lies outside the cache. Such entries are never used as an address, whatever they hold.
+    """
+    width = block_table.shape[1]
+    entries = jnp.take(block_table, jnp.minimum(columns, width - 1), axis=1)
+    used = (columns < width) & (columns < cdiv(lengths, page_size)[:, None])
+    return jnp.where(used & (entries >= 0) & (entries < num_pages), entries, -1)
+
+
+def column_scores(
+    query: jax.Array,
+    shard: Shard,
+    pages: jax.Array,
+    columns: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+) -> jax.Array:
+    """Maxima of q.k over the rank's visible rows of some columns, in exact float32 arithmetic.
+
+    Args:
+      query: float8_e4m3fn [groups, tokens, heads, 128].
+      shard: the keys.
+      pages: int32 [groups, columns], see `pages_of`.
+      columns: int32 [columns], the columns' page numbers within the request.
+      positions: int32 [groups, tokens], negative for a token that sees nothing.
+      lengths: int32 [groups], keys at or past it are invisible.
+
+    Returns:
+      float32 [groups, tokens, heads, columns]; -inf where no row is visible.
+    """
+    groups, tokens, heads, _ = query.shape
+    count = columns.shape[0]
+    keys = _gather_rows(shard, pages).reshape(groups, count * shard.rows, HEAD_DIM)
+    products = lax.dot_general(
+        query.astype(jnp.float32).reshape(groups, tokens * heads, HEAD_DIM),
+        keys,
+        (((2,), (2,)), ((0,), (0,))),
+        precision=lax.Precision.HIGHEST,
+    ).reshape(groups, tokens, heads, count, shard.rows)
+
+    first = columns * shard.page_size + shard.rank * shard.rows
+    key_positions = first[:, None] + jnp.arange(shard.rows, dtype=jnp.int32)
+    visible = (
+        (pages >= 0)[:, None, :, None]
+        & (key_positions <= positions[:, :, None, None])
+        & (key_positions < lengths[:, None, None, None])
+    )[:, :, None]
+    # A NaN product is skipped: the only rule under which split and whole blocks agree.
+    best = jnp.where(visible & ~jnp.isnan(products), products, NEG_INF).max(-1)
+    return jnp.where(best == 0, 0.0, best)
+
+
+class RunningTop16(NamedTuple):
+    """The best 16 candidates so far of [..., 16] (keys, score words, ids)."""
+
+    keys: jax.Array
+    words: jax.Array
+    ids: jax.Array
+
+    @staticmethod
+    def empty(*shape: int) -> RunningTop16:
+        """No candidate yet."""
+        full = (*shape, TOPK)
+        return RunningTop16(
+            jnp.full(full, rows.INVALID_KEY, jnp.int32),
+            jnp.full(full, rows.NEG_INF_WORD, jnp.int32),
+            jnp.full(full, rows.NO_BLOCK, jnp.int32),
+        )
+
+    def fold(
+        self,
+        scores: jax.Array,
+        columns: jax.Array,
+        fresh: jax.Array,
+        num_valid_pages: jax.Array,
+        *,
+        page_size: int,
+        index_offset: Any,
+        begin: int,
+        end: int,
+    ) -> RunningTop16:
+        """Folds in scores [..., columns] of columns that all lie past the earlier ones.
+
+        `fresh` [columns] marks those not folded before; `num_valid_pages` has the scores' leading
+        shape.
+        """
+        words = lax.bitcast_convert_type(scores, jnp.int32)
+        ids = jnp.broadcast_to(columns * column_scale(page_size) + index_offset, words.shape)
+        keys = rows.candidate_keys(words, ids, num_valid_pages[..., None], begin, end)
+        keys = jnp.where(fresh, keys, rows.INVALID_KEY)
+        # Earlier candidates stand first, so among equal keys the lower id keeps winning.
+        joined = (
+            jnp.concatenate(pair, axis=-1)
+            for pair in ((self.keys, keys), (self.words, words), (self.ids, ids))
+        )
+        return RunningTop16(*rows.take_top16(*joined))
+
+    def rows(self) -> jax.Array:
+        """Candidate rows int32 [..., 33]."""
+        return rows.pack(self.words, self.ids)
+
+
+def _gather_rows(shard: Shard, pages: jax.Array) -> jax.Array:
+    """The rank's rows of `pages`, float32 [groups, columns, rows, 128].
+
+    Gathered as bytes: XLA on CPU would convert the whole float8 cache before a float8 gather.
+    """
+    start = jnp.stack([pages, jnp.full_like(pages, shard.row_offset)], axis=-1)
+    gathered = lax.gather(
+        lax.bitcast_convert_type(shard.index_k, jnp.uint8),
+        start,
+        lax.GatherDimensionNumbers(
+            offset_dims=(2, 3), collapsed_slice_dims=(0,), start_index_map=(0, 1)
+        ),
+        slice_sizes=(1, shard.rows, HEAD_DIM),
+        mode=lax.GatherScatterMode.CLIP,
+    )
+    return lax.bitcast_convert_type(gathered, shard.index_k.dtype).astype(jnp.float32)

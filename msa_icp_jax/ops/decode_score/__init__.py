@@ -1,0 +1,242 @@
+"""Decode scores: a few query tokens of every request against its paged index keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from msa_icp_jax import checks, geometry
+from msa_icp_jax.backend import check_precision, resolve_backend
+from msa_icp_jax.checks import AtLeast
+from msa_icp_jax.geometry import COLUMN_MULTIPLE, HEAD_DIM, MAX_BLOCKS, NUM_HEADS
+from msa_icp_jax.ops.decode_score import xla
+from msa_icp_jax.ops.index_cache import check_index_k
+from msa_icp_jax.ops.select import MSAIcpRows, bump_generations, by_owner, empty_message
+
+
+def msa_icp_decode_index_score_sharded(
+    index_q: jax.Array,
+    index_k: jax.Array,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    score_out: jax.Array,
+    *,
+    rank: int | jax.Array,
+    world_size: int,
+    page_size: int,
+    decode_query_len: int,
+    max_decode_query_len: int,
+    enable_pdl: bool = False,
+    backend: str = "auto",
+    precision: str = "auto",
+    row_offset: int = 0,
+) -> jax.Array:
+    """Scores every decode token against this rank's share of its request's keys.
+
+    ``score[t, h, c]`` is the maximum of ``q[t, h] . k[row]`` (float32) over the rank's rows of page
+    c that token t sees (position <= its own, and below seq_len), -inf where it sees none. Token j of
+    a request sits at position ``seq_len - decode_query_len + j``. NaN products are skipped, zeros
+    are +0.0. Written are, for each request, the columns of its ``ceil(seq_len / page_size)`` pages
+    rounded up to a multiple of four, and no other. A table entry outside the cache makes its rows
+    invisible; entries past the request's pages are not read.
+
+    Args:
+      index_q: float8_e4m3fn [T, 4, 128], T = B * decode_query_len.
+      index_k: float8_e4m3fn [pages, R, 128] with R = page_size / world_size, or compound pages
+        (`row_offset`).
+      block_table: int32 [B, width], physical pages of each request.
+      seq_lens: int32 [B], keys of each request; 0 or less: nothing is read or written.
+      score_out: float32 [>= T, 4, columns], 0 < columns <= 8192, a multiple of 4; donate it to have
+        it written in place. Rows at or past T keep their bits.
+      rank: this rank, an int or a traced int32 scalar.
+      world_size: W, 2 or 4.
+      page_size: 128 or 256.
+      decode_query_len: query tokens of every request.
+      max_decode_query_len: its limit, 1 to 8.
+      enable_pdl: let the kernel's launch overlap its predecessor's end (Mosaic only).
+      backend: "auto", "mosaic" or "xla".
+      precision: "exact" (float32 sums of exact products), "fast" (fp8 tensor cores, 2^-10 of the
+        absolute product sum) or "auto" (exact). XLA is always exact.
+      row_offset: first row inside a compound page, a multiple of 8.
+
+    Returns:
+      float32, the shape of `score_out`.
+
+    Raises:
+      TypeError, ValueError: an argument has the wrong dtype, shape or value.
+    """
+    geometry.check_query_len("max_decode_query_len", max_decode_query_len)
+    geometry.check_query_len("decode_query_len", decode_query_len, max_decode_query_len)
+    _check_inputs(
+        index_q,
+        index_k,
+        block_table,
+        seq_lens,
+        rank,
+        world_size,
+        page_size,
+        decode_query_len,
+        enable_pdl,
+        precision,
+        row_offset,
+    )
+    checks.array(
+        "score_out", score_out, jnp.float32, AtLeast(index_q.shape[0]), NUM_HEADS, AtLeast(1)
+    )
+    columns = checks.integer("score_out.shape[2]", score_out.shape[2], 1, MAX_BLOCKS)
+    if columns % COLUMN_MULTIPLE:
+        raise ValueError(f"score_out.shape[2] must be a multiple of 4 in [4, 8192], got {columns}")
+    kernels = _kernels(backend)
+    if index_q.shape[0] == 0:
+        return score_out
+    return kernels.decode_scores(
+        index_q,
+        index_k,
+        block_table,
+        seq_lens,
+        score_out,
+        rank=rank,
+        world_size=world_size,
+        page_size=page_size,
+        decode_query_len=decode_query_len,
+        row_offset=row_offset,
+    )
+
+
+def msa_icp_decode_score_publish(
+    index_q: jax.Array,
+    index_k: jax.Array,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    num_valid_pages: jax.Array,
+    *,
+    rank: int | jax.Array,
+    world_size: int,
+    page_size: int,
+    decode_query_len: int,
+    force_begin_blocks: int,
+    force_end_blocks: int,
+    generations: jax.Array | None = None,
+    slot: int | jax.Array = 0,
+    enable_pdl: bool = True,
+    backend: str = "auto",
+    precision: str = "auto",
+    row_offset: int = 0,
+) -> MSAIcpRows:
+    """Scores and selects in one pass: the rows of `msa_icp_decode_index_score_sharded` followed by
+    `msa_icp_topk_select_publish`, bit for bit, without a score plane.
+
+    Args:
+      index_q, index_k, block_table, seq_lens, rank, world_size, page_size, decode_query_len,
+        enable_pdl, backend, precision, row_offset: as in `msa_icp_decode_index_score_sharded`.
+      num_valid_pages: int32 [T], visible blocks of each token, 0 where there is none.
+      force_begin_blocks: blocks at the start that always win.
+      force_end_blocks: visible blocks at the end that always win; at most 16 with the former.
+      generations: int32 [3, 4, C >= T]: the publish counters; tagged rows are returned then.
+      slot: slot of this call, taken mod 3; may be a traced int32 scalar.
+
+    Returns:
+      MSAIcpRows: rows [W, hpr, T, 33] or tagged [W, hpr, T, 32, 2], and the bumped counters.
+
+    Raises:
+      TypeError, ValueError: an argument has the wrong dtype, shape or value.
+    """
+    geometry.check_query_len("decode_query_len", decode_query_len)
+    _check_inputs(
+        index_q,
+        index_k,
+        block_table,
+        seq_lens,
+        rank,
+        world_size,
+        page_size,
+        decode_query_len,
+        enable_pdl,
+        precision,
+        row_offset,
+    )
+    tokens = index_q.shape[0]
+    checks.array("num_valid_pages", num_valid_pages, jnp.int32, tokens)
+    geometry.check_forced(
+        "force_begin_blocks", force_begin_blocks, "force_end_blocks", force_end_blocks
+    )
+    kernels = _kernels(backend)
+    tags, counters = bump_generations(generations, slot, tokens)
+    if tokens == 0:
+        return MSAIcpRows(by_owner(empty_message(tags), world_size), counters)
+    found = kernels.decode_rows(
+        index_q,
+        index_k,
+        block_table,
+        seq_lens,
+        num_valid_pages,
+        tags,
+        rank=rank,
+        world_size=world_size,
+        page_size=page_size,
+        decode_query_len=decode_query_len,
+        row_offset=row_offset,
+        force_begin_blocks=force_begin_blocks,
+        force_end_blocks=force_end_blocks,
+    )
+    return MSAIcpRows(by_owner(found, world_size), counters)
+
+
+def msa_icp_decode_pool_bytes(
+    *,
+    batch: int,
+    decode_query_len: int,
+    max_model_len: int,
+    page_size: int,
+    device: jax.Device | None = None,
+) -> int:
+    """Bytes of the running Top16 lists that the fused decode keeps: a (score, id) pair of int32
+    words for 16 candidates of every query token and head.
+
+    Args:
+      batch: requests, >= 0.
+      decode_query_len: query tokens of every request, 1 to 8.
+      max_model_len: longest context in tokens, >= 1.
+      page_size: 128 or 256.
+      device: the device the lists are for.
+
+    Raises:
+      TypeError, ValueError: an argument is outside its range.
+    """
+    checks.integer("batch", batch, 0)
+    geometry.check_query_len("decode_query_len", decode_query_len)
+    checks.integer("max_model_len", max_model_len, 1)
+    geometry.check_page_size(page_size)
+    checks.device("device", device)
+    return batch * decode_query_len * NUM_HEADS * geometry.TOPK * 8
+
+
+def _kernels(backend: str) -> Any:
+    resolve_backend(backend)
+    return xla
+
+
+def _check_inputs(
+    index_q: Any,
+    index_k: Any,
+    block_table: Any,
+    seq_lens: Any,
+    rank: Any,
+    world_size: Any,
+    page_size: Any,
+    decode_query_len: int,
+    enable_pdl: Any,
+    precision: Any,
+    row_offset: Any,
+) -> None:
+    check_index_k(index_k, world_size, page_size, row_offset)
+    checks.array("block_table", block_table, jnp.int32, None, AtLeast(1))
+    requests = block_table.shape[0]
+    checks.array("seq_lens", seq_lens, jnp.int32, requests)
+    tokens = requests * decode_query_len
+    checks.array("index_q", index_q, jnp.float8_e4m3fn, tokens, NUM_HEADS, HEAD_DIM)
+    checks.index("rank", rank, world_size)
+    checks.flag("enable_pdl", enable_pdl)
+    check_precision(precision)

@@ -1,0 +1,131 @@
+"""Decode scores, the plain definition: a loop over columns, bounded by today's longest context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from msa_icp_jax import rows
+from msa_icp_jax.backend import vary_as
+from msa_icp_jax.geometry import (
+    COLUMN_MULTIPLE,
+    MAX_BLOCKS,
+    NUM_HEADS,
+    cdiv,
+    column_offset,
+    column_scale,
+    round_up,
+)
+from msa_icp_jax.ops import _portable
+from msa_icp_jax.ops._portable import RunningTop16, Shard
+
+
+def decode_scores(
+    index_q: jax.Array,
+    index_k: jax.Array,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    score_out: jax.Array,
+    *,
+    rank: Any,
+    world_size: int,
+    page_size: int,
+    decode_query_len: int,
+    row_offset: int,
+) -> jax.Array:
+    """Writes the columns of each request's pages, rounded up to four; see the public function."""
+    shard = Shard(index_k, rank, world_size, page_size, row_offset)
+    tokens, columns = index_q.shape[0], score_out.shape[2]
+    score_step = _ScoreStep(index_q, shard, block_table, seq_lens, decode_query_len)
+    used = jnp.minimum(cdiv(score_step.lengths, page_size), columns)
+    written = jnp.repeat(round_up(used, COLUMN_MULTIPLE), decode_query_len)
+    step = _portable.columns_per_step(shard, block_table.shape[0], columns)
+
+    def body(i: jax.Array, plane: jax.Array) -> jax.Array:
+        first = jnp.minimum(i * step, columns - step)  # the last step may score columns again
+        cols = first + jnp.arange(step, dtype=jnp.int32)
+        old = lax.dynamic_slice(plane, (0, 0, first), (tokens, NUM_HEADS, step))
+        new = jnp.where((cols < written[:, None])[:, None], score_step(cols), old)
+        return lax.dynamic_update_slice(plane, new, (0, 0, first))
+
+    score_out = vary_as(score_out, index_q, index_k, block_table, seq_lens, rank)
+    return lax.fori_loop(0, cdiv(written.max(), step), body, score_out)
+
+
+def decode_rows(
+    index_q: jax.Array,
+    index_k: jax.Array,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    num_valid_pages: jax.Array,
+    generations: jax.Array | None,
+    *,
+    rank: Any,
+    world_size: int,
+    page_size: int,
+    decode_query_len: int,
+    row_offset: int,
+    force_begin_blocks: int,
+    force_end_blocks: int,
+) -> jax.Array:
+    """Candidate rows [4, T, 33], or tagged ones, without a score plane: a running Top16."""
+    shard = Shard(index_k, rank, world_size, page_size, row_offset)
+    score_step = _ScoreStep(index_q, shard, block_table, seq_lens, decode_query_len)
+    limit = MAX_BLOCKS // column_scale(page_size)
+    step = _portable.columns_per_step(shard, block_table.shape[0], limit)
+    candidates = cdiv(jnp.clip(num_valid_pages.max(), 0, MAX_BLOCKS), column_scale(page_size))
+
+    def body(i: jax.Array, best: RunningTop16) -> RunningTop16:
+        first = jnp.minimum(i * step, limit - step)
+        cols = first + jnp.arange(step, dtype=jnp.int32)
+        return best.fold(
+            score_step(cols),
+            cols,
+            cols >= i * step,
+            jnp.broadcast_to(num_valid_pages[:, None], (num_valid_pages.shape[0], NUM_HEADS)),
+            page_size=page_size,
+            index_offset=column_offset(rank, world_size, page_size),
+            begin=force_begin_blocks,
+            end=force_end_blocks,
+        )
+
+    varying = (index_q, index_k, block_table, seq_lens, num_valid_pages, rank)
+    start = RunningTop16.empty(index_q.shape[0], NUM_HEADS)
+    start = RunningTop16(*(vary_as(x, *varying) for x in start))
+    found = lax.fori_loop(0, cdiv(candidates, step), body, start).rows().swapaxes(0, 1)
+    return found if generations is None else rows.tag(found, generations)
+
+
+class _ScoreStep:
+    """Scores float32 [T, 4, columns] of some columns of every request."""
+
+    def __init__(
+        self,
+        index_q: jax.Array,
+        shard: Shard,
+        block_table: jax.Array,
+        seq_lens: jax.Array,
+        decode_query_len: int,
+    ) -> None:
+        self.query = index_q.reshape(-1, decode_query_len, *index_q.shape[1:])
+        self.shard = shard
+        self.block_table = block_table
+        self.lengths = jnp.maximum(seq_lens, 0)
+        token = jnp.arange(decode_query_len, dtype=jnp.int32) - decode_query_len
+        self.positions = self.lengths[:, None] + token
+
+    def __call__(self, columns: jax.Array) -> jax.Array:
+        pages = _portable.pages_of(
+            self.block_table,
+            self.lengths,
+            columns,
+            self.shard.index_k.shape[0],
+            self.shard.page_size,
+        )
+        scores = _portable.column_scores(
+            self.query, self.shard, pages, columns, self.positions, self.lengths
+        )
+        return scores.reshape(-1, NUM_HEADS, columns.shape[0])

@@ -1,0 +1,94 @@
+"""Writing index keys into a rank's share of the paged cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from msa_icp_jax import checks, geometry
+from msa_icp_jax.backend import resolve_backend
+from msa_icp_jax.checks import AtLeast
+from msa_icp_jax.geometry import HEAD_DIM
+from msa_icp_jax.ops.index_cache import xla
+
+
+def msa_icp_write_index_k(
+    index_k: jax.Array,
+    new_k: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    rank: int | jax.Array,
+    world_size: int,
+    page_size: int,
+    row_offset: int = 0,
+    backend: str = "auto",
+) -> jax.Array:
+    """Stores new index keys at their slots, each on the rank that owns its row.
+
+    Token i goes to flat slot ``page * page_size + row``; rank r of W owns rows ``[r R, (r + 1) R)``
+    of every page, ``R = page_size / W``, and keeps row ``row - r R`` of page ``page``. Slot -1 and
+    every other slot outside the cache is skipped. Two tokens with the same slot: one of them stays.
+
+    Args:
+      index_k: float8_e4m3fn [pages, R, 128], or compound pages [pages, pitch / 128, 128] whose R
+        rows start at `row_offset`. Donate it to have it written in place.
+      new_k: float8_e4m3fn [N, 128].
+      slot_mapping: int32 [N].
+      rank: this rank, an int or a traced int32 scalar.
+      world_size: W, 2 or 4.
+      page_size: 128 or 256.
+      row_offset: first row inside a compound page, a multiple of 8.
+      backend: "auto", "mosaic" or "xla".
+
+    Returns:
+      The cache, float8_e4m3fn of the same shape.
+
+    Raises:
+      TypeError, ValueError: an argument has the wrong dtype, shape or value.
+    """
+    check_index_k(index_k, world_size, page_size, row_offset)
+    checks.array("new_k", new_k, jnp.float8_e4m3fn, None, HEAD_DIM)
+    checks.array("slot_mapping", slot_mapping, jnp.int32, new_k.shape[0])
+    checks.index("rank", rank, world_size)
+    kernels = _kernels(backend)
+    if new_k.shape[0] == 0:
+        return index_k
+    return kernels.write_rows(
+        index_k,
+        new_k,
+        slot_mapping,
+        rank=rank,
+        world_size=world_size,
+        page_size=page_size,
+        row_offset=row_offset,
+    )
+
+
+def check_index_k(
+    index_k: Any, world_size: int, page_size: int, row_offset: int, name: str = "index_k"
+) -> None:
+    """Raises unless `index_k` is a rank's cache: exactly R rows, or a compound page around them.
+
+    At row_offset 0, rows that are not R but at most 128 (R of another page or world size) are a
+    mix-up and refused; other cache data in front of or behind index keys takes more than that.
+    """
+    geometry.check_world_size(world_size)
+    geometry.check_page_size(page_size)
+    geometry.check_row_offset(row_offset)
+    checks.array(name, index_k, jnp.float8_e4m3fn, AtLeast(1), None, HEAD_DIM)
+    rows = geometry.rows_per_page(world_size, page_size)
+    have = index_k.shape[1]
+    mixed_up = row_offset == 0 and rows != have <= max(geometry.PAGE_SIZES) // 2
+    if row_offset + rows > have or mixed_up:
+        raise ValueError(
+            f"{name} must have page_size / world_size = {rows} rows a page (page_size 128 or 256, "
+            f"world_size 2 or 4), or compound pages of more than 128 rows that hold rows "
+            f"[{row_offset}, {row_offset + rows}), got shape {list(index_k.shape)}"
+        )
+
+
+def _kernels(backend: str) -> Any:
+    resolve_backend(backend)
+    return xla

@@ -1,0 +1,119 @@
+"""Owner merge: every rank's candidate rows of a head to its global Top16."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from msa_icp_jax import checks, geometry, rows
+from msa_icp_jax.backend import resolve_backend
+from msa_icp_jax.checks import AtLeast
+from msa_icp_jax.geometry import NUM_HEADS, TOPK
+from msa_icp_jax.ops.merge import xla
+
+
+class MSAIcpMerge(NamedTuple):
+    """What the merge returns in place of writing it.
+
+    Attributes:
+      output: int32 [>= T, hpr, 16], ids ascending, tail -1.
+      recv_slot: the slot's rows; a legacy decode merge clears their flags.
+      expected_generations: int32 [hpr, C] with this call's advanced, or None for legacy rows.
+      errors: int32 [1], grown by one per failed (source, head, token) row.
+    """
+
+    output: jax.Array
+    recv_slot: jax.Array
+    expected_generations: jax.Array | None
+    errors: jax.Array
+
+
+def msa_icp_merge_candidates(
+    recv_slot: jax.Array,
+    num_valid_pages: jax.Array,
+    output: jax.Array,
+    errors: jax.Array,
+    *,
+    init_blocks: int,
+    local_blocks: int,
+    spin_limit: int = 67108864,
+    enable_pdl: bool = False,
+    expected_generations: jax.Array | None = None,
+    prefill: bool = False,
+    backend: str = "auto",
+) -> MSAIcpMerge:
+    """Merges all ranks' candidates of the owned heads into the exact global Top16.
+
+    Per (token, head): ids outside ``[0, min(num_valid_pages, 8192))`` are dropped, a repeated id
+    keeps its largest score (NaN as -inf), then forced blocks win, then the larger score, then the
+    lower id; 16 ids are written ascending with a -1 tail. A token without visible blocks gets
+    ``[0, -1, ...]`` in prefill and all -1 in decode. A row whose flag is not 1 (or one of whose 32
+    tags is not the expected generation) is a protocol fault: its (token, head) answers all -1 and
+    `errors` grows by one; flags and generations advance as usual.
+
+    Args:
+      recv_slot: one slot of the receive storage, int32 [W, hpr, C >= T, 33], or tagged
+        [W, hpr, C >= T, 32, 2] when `expected_generations` is given. Donate it with the others.
+      num_valid_pages: int32 [T], visible blocks of each token; negative reads as 0.
+      output: int32 [>= T, hpr, 16]; rows at or past T keep their bits.
+      errors: int32 [1].
+      init_blocks: blocks at the start that always win.
+      local_blocks: visible blocks at the end that always win; at most 16 with the former.
+      spin_limit: polls after which a waiting (one-sided) merge gives a row up, >= 1. In the
+        collective transport every row is there already and nothing waits.
+      enable_pdl: let the kernel's launch overlap its predecessor's end (Mosaic only).
+      expected_generations: int32 [hpr, C >= T], the slot's expected counters (tagged rows).
+      prefill: rows of a prefill exchange: flags and generations stay as they are.
+      backend: "auto", "mosaic" or "xla".
+
+    Raises:
+      TypeError, ValueError: an argument has the wrong dtype, shape or value.
+    """
+    checks.array("num_valid_pages", num_valid_pages, jnp.int32, None)
+    tokens = num_valid_pages.shape[0]
+    checks.flag("prefill", prefill)
+    _check_recv(recv_slot, tokens, tagged=expected_generations is not None)
+    heads = recv_slot.shape[1]
+    checks.array("output", output, jnp.int32, AtLeast(tokens), heads, TOPK)
+    checks.array("errors", errors, jnp.int32, 1)
+    geometry.check_forced("init_blocks", init_blocks, "local_blocks", local_blocks)
+    checks.integer("spin_limit", spin_limit, 1, 2**31 - 1)
+    checks.flag("enable_pdl", enable_pdl)
+    tags = None
+    if expected_generations is not None:
+        if prefill:
+            raise ValueError("expected_generations must be None when prefill=True, got an array")
+        checks.array(
+            "expected_generations", expected_generations, jnp.int32, heads, AtLeast(tokens)
+        )
+        tags = rows.next_generation(expected_generations[:, :tokens])
+        expected_generations = lax.dynamic_update_slice(expected_generations, tags, (0, 0))
+    kernels = _kernels(backend)
+    if tokens:
+        output, recv_slot, errors = kernels.merge_rows(
+            recv_slot,
+            num_valid_pages,
+            output,
+            errors,
+            tags,
+            init_blocks=init_blocks,
+            local_blocks=local_blocks,
+            prefill=prefill,
+        )
+    return MSAIcpMerge(output, recv_slot, expected_generations, errors)
+
+
+def _kernels(backend: str) -> Any:
+    resolve_backend(backend)
+    return xla
+
+
+def _check_recv(recv_slot: Any, tokens: int, *, tagged: bool) -> None:
+    row = (rows.TAGGED_WORDS, 2) if tagged else (rows.ROW_WORDS,)
+    checks.array("recv_slot", recv_slot, jnp.int32, None, None, AtLeast(tokens), *row)
+    world_size, heads = recv_slot.shape[:2]
+    checks.one_of("recv_slot.shape[0] (the world size)", world_size, geometry.WORLD_SIZES)
+    checks.one_of("recv_slot.shape[1] (heads per rank)", heads, (NUM_HEADS // world_size,))

@@ -1,0 +1,216 @@
+"""The prefill window plan: segment metadata on the device, built once per window and step.
+
+Everything a scorer needs to know about a window's segments travels as array leaves; what fixes
+shapes (upper bounds) is static. So one executable serves every window of the same bounds, and
+nothing is read back to the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msa_icp_jax import checks, geometry
+from msa_icp_jax.geometry import BLOCK_SIZE, cdiv
+
+_MAX_TOKENS = geometry.MAX_BLOCKS * max(geometry.PAGE_SIZES)  # positions past it are never scored
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MSAIcpScorePlan:
+    """The segments of one prefill query window; a pytree.
+
+    Segment b holds the query rows ``[qo_starts[b], qo_starts[b] + qo_lens[b])``; its query i sits
+    at position ``qo_offset[b] + i`` and sees keys up to its own position and below ``kv_lens[b]``.
+
+    Attributes:
+      qo_starts: int32 [B], first query row, in [0, total_q].
+      qo_lens: int32 [B], query rows, cut so that none passes total_q.
+      kv_lens: int32 [B], keys of the segment, >= 0.
+      qo_offset: int32 [B], position of the segment's first query.
+      total_q: query rows of the window at most (static).
+      max_query_len: query rows of a segment at most (static).
+      max_seq_len: keys of a segment at most (static).
+    """
+
+    qo_starts: jax.Array
+    qo_lens: jax.Array
+    kv_lens: jax.Array
+    qo_offset: jax.Array
+    total_q: int = dataclasses.field(metadata={"static": True})
+    max_query_len: int = dataclasses.field(metadata={"static": True})
+    max_seq_len: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_segments(self) -> int:
+        """B, zero-length segments included."""
+        return self.qo_starts.shape[0]
+
+    def num_valid_pages(self, num_tokens: int | None = None) -> jax.Array:
+        """Visible blocks int32 [num_tokens] of every query row, 0 for padding rows.
+
+        ``position // 128 + 1`` by the contract of `num_valid_pages`; num_tokens defaults to total_q.
+        """
+        row = jnp.arange(self.total_q if num_tokens is None else num_tokens, dtype=jnp.int32)
+        if self.num_segments == 0:
+            return jnp.zeros_like(row)
+        inside = row[:, None] - self.qo_starts
+        live = (inside >= 0) & (inside < self.qo_lens)
+        position = jnp.where(live, inside + self.qo_offset, -1).max(axis=1)
+        return jnp.where(position >= 0, position // BLOCK_SIZE + 1, 0)
+
+
+def msa_icp_index_score_sharded_plan(
+    qo_segment_lens: Sequence[int] | np.ndarray,
+    kv_segment_lens: Sequence[int] | np.ndarray,
+    num_qo_heads: int,
+    *,
+    qo_offset: Sequence[int] | np.ndarray,
+    device: jax.Device | None = None,
+) -> MSAIcpScorePlan:
+    """Builds a window plan from lengths known on the host (eager, not under jit).
+
+    Args:
+      qo_segment_lens: query tokens of each segment, ints >= 0.
+      kv_segment_lens: keys of each segment, ints >= qo_offset + qo_segment_lens.
+      num_qo_heads: 4.
+      qo_offset: position of each segment's first query, ints >= 0.
+      device: where the plan's arrays live; None is JAX's default.
+
+    Raises:
+      TypeError, ValueError: a length is no int, out of range, or a segment's queries reach past
+        its keys.
+    """
+    geometry.check_num_heads("num_qo_heads", num_qo_heads)
+    qo_lens = _host_lengths("qo_segment_lens", qo_segment_lens)
+    kv_lens = _host_lengths("kv_segment_lens", kv_segment_lens, len(qo_lens))
+    offsets = _host_lengths("qo_offset", qo_offset, len(qo_lens))
+    checks.device("device", device)
+    for b, (qo_len, kv_len, offset) in enumerate(zip(qo_lens, kv_lens, offsets, strict=True)):
+        if qo_len and offset + qo_len > kv_len:
+            raise ValueError(
+                f"qo_offset[{b}] + qo_segment_lens[{b}] must be at most kv_segment_lens[{b}] = "
+                f"{kv_len}, got {offset} + {qo_len}"
+            )
+    starts = np.concatenate([[0], np.cumsum(qo_lens)]).astype(np.int32)
+    with jax.default_device(device):
+        return MSAIcpScorePlan(
+            jnp.asarray(starts[:-1]),
+            jnp.asarray(qo_lens),
+            jnp.asarray(kv_lens),
+            jnp.asarray(offsets),
+            total_q=int(starts[-1]),
+            max_query_len=int(qo_lens.max(initial=0)),
+            max_seq_len=int(kv_lens.max(initial=0)),
+        )
+
+
+def msa_icp_index_score_sharded_plan_device(
+    qo_segment_lens: jax.Array,
+    kv_segment_lens: jax.Array,
+    qo_segment_offsets: jax.Array,
+    kv_segment_offsets: jax.Array,
+    qo_offset: jax.Array,
+    num_qo_heads: int,
+    *,
+    total_q: int,
+    max_query_len: int,
+    max_seq_len: int,
+) -> MSAIcpScorePlan:
+    """Builds a window plan from lengths on the device; no host read, fit for jit.
+
+    Device values cannot be checked here; whatever they hold, the plan stays within the bounds:
+    negative lengths read as 0, longer ones are cut, rows past total_q are dropped.
+
+    Args:
+      qo_segment_lens: int32 [B], query tokens of each segment.
+      kv_segment_lens: int32 [B], keys of each segment.
+      qo_segment_offsets: int32 [B + 1], prefix sums of qo_segment_lens: first query row of each.
+      kv_segment_offsets: int32 [B + 1], prefix sums of kv_segment_lens (keys are paged, so only
+        the shape matters here).
+      qo_offset: int32 [B], position of each segment's first query.
+      num_qo_heads: 4.
+      total_q: query rows of the window at most, >= 0.
+      max_query_len: query rows of one segment at most, >= 0.
+      max_seq_len: keys of one segment at most, >= 0.
+
+    Raises:
+      TypeError, ValueError: an argument has the wrong dtype, shape or value.
+    """
+    checks.array("qo_segment_lens", qo_segment_lens, jnp.int32, None)
+    segments = qo_segment_lens.shape[0]
+    checks.array("kv_segment_lens", kv_segment_lens, jnp.int32, segments)
+    checks.array("qo_segment_offsets", qo_segment_offsets, jnp.int32, segments + 1)
+    checks.array("kv_segment_offsets", kv_segment_offsets, jnp.int32, segments + 1)
+    checks.array("qo_offset", qo_offset, jnp.int32, segments)
+    geometry.check_num_heads("num_qo_heads", num_qo_heads)
+    for name, bound in (
+        ("total_q", total_q),
+        ("max_query_len", max_query_len),
+        ("max_seq_len", max_seq_len),
+    ):
+        checks.integer(name, bound, 0, 2**31 - 1)
+    starts = jnp.clip(qo_segment_offsets[:-1], 0, total_q)
+    return MSAIcpScorePlan(
+        starts,
+        jnp.minimum(jnp.clip(qo_segment_lens, 0, max_query_len), total_q - starts),
+        jnp.clip(kv_segment_lens, 0, max_seq_len),
+        jnp.minimum(qo_offset, _MAX_TOKENS),
+        total_q=int(total_q),
+        max_query_len=int(max_query_len),
+        max_seq_len=int(max_seq_len),
+    )
+
+
+def msa_icp_index_score_plan_storage(
+    *, num_qo_heads: int, total_q: int, batch: int, device: jax.Device | None = None
+) -> dict[str, int]:
+    """Sizes of a window plan's arrays.
+
+    Args:
+      num_qo_heads: 4.
+      total_q: query rows of the window, >= 0.
+      batch: segments, >= 0.
+      device: the device the plan is for; the portable plan is the same on all.
+
+    Returns:
+      work_range_numel: int32 elements of the segments' row ranges (start and length).
+      work_info_numel: int32 elements of the segments' key lengths and positions.
+      workspace_bytes: bytes of both together.
+
+    Raises:
+      TypeError, ValueError: an argument is outside its range.
+    """
+    geometry.check_num_heads("num_qo_heads", num_qo_heads)
+    checks.integer("total_q", total_q, 0)
+    checks.integer("batch", batch, 0)
+    checks.device("device", device)
+    return {
+        "work_range_numel": 2 * batch,
+        "work_info_numel": 2 * batch,
+        "workspace_bytes": 16 * batch,
+    }
+
+
+def _host_lengths(name: str, values: Any, size: int | None = None) -> np.ndarray:
+    lengths = np.asarray(values)
+    if lengths.ndim != 1 or (size is not None and lengths.size != size):
+        want = "one dimension" if size is None else f"shape [{size}]"
+        raise ValueError(f"{name} must have {want}, got shape {list(lengths.shape)}")
+    if lengths.size and not np.issubdtype(lengths.dtype, np.integer):
+        raise TypeError(f"{name} must hold ints, got dtype {lengths.dtype}")
+    for b, value in enumerate(lengths.tolist()):
+        if not 0 <= value < 2**31:
+            raise ValueError(f"{name}[{b}] must be in [0, 2147483647], got {value}")
+    return lengths.astype(np.int32)
+
+
+def prefill_tiles(plan: MSAIcpScorePlan, tokens: int) -> jax.Array:
+    """Running count int32 [B] of the query tiles of `tokens` rows that the segments need."""
+    return jnp.cumsum(cdiv(plan.qo_lens, tokens), dtype=jnp.int32)

@@ -1,0 +1,218 @@
+"""Prefill scores: ragged segments of query tokens against their paged index keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from msa_icp_jax import checks, geometry, rows
+from msa_icp_jax.backend import check_precision, resolve_backend
+from msa_icp_jax.checks import AtLeast
+from msa_icp_jax.geometry import BLOCK_SIZE, HEAD_DIM, MAX_SELECT_COLUMNS, NUM_HEADS, PAGE_SIZES
+from msa_icp_jax.ops.index_cache import check_index_k
+from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan
+from msa_icp_jax.ops.prefill_score import xla
+
+
+def msa_icp_index_score_sharded(
+    q: jax.Array,
+    k: jax.Array,
+    block_table: jax.Array,
+    plan: MSAIcpScorePlan,
+    *,
+    rank: int | jax.Array,
+    max_score: jax.Array,
+    sm_scale: float = 1.0,
+    initialize: bool = True,
+    tp: int = 2,
+    compact: bool = False,
+    enable_pdl: bool = False,
+    backend: str = "auto",
+    precision: str = "auto",
+    row_offset: int = 0,
+) -> jax.Array:
+    """Scores every query token of a window against this rank's share of its segment's keys.
+
+    ``score[t, h, c]`` is the maximum of ``q[t, h] . k[row]`` (float32) over the rank's rows of page
+    c that token t sees (position <= its own, and below the segment's key length), times `sm_scale`;
+    -inf where it sees none. NaN products are skipped, zeros are +0.0. A table entry outside the
+    cache makes its rows invisible; entries past the segment's pages are not read.
+
+    Args:
+      q: float8_e4m3fn [T >= plan.total_q, 4, 128].
+      k: float8_e4m3fn [pages, R, 128] with R = page_size / tp, or compound pages (`row_offset`).
+      block_table: int32 [B, width], physical pages of each segment.
+      plan: the window plan.
+      rank: this rank, an int or a traced int32 scalar.
+      max_score: float32 [>= T, 4, K], 0 < K < 12288; donate it to have it written in place. Rows at
+        or past T keep their bits.
+      sm_scale: finite factor of the scores.
+      initialize: write -inf into columns past a token's causal prefix and into padding rows (query
+        rows of no segment); otherwise both keep their bits.
+      tp: world size W, 2 or 4.
+      compact: 256-token pages (column c is page c, two blocks) instead of 128-token ones.
+      enable_pdl: let the kernel's launch overlap its predecessor's end (Mosaic only).
+      backend: "auto", "mosaic" or "xla".
+      precision: "exact" (float32 sums of exact products), "fast" (fp8 tensor cores, 2^-10 of the
+        absolute product sum) or "auto" (fast). XLA is always exact.
+      row_offset: first row inside a compound page, a multiple of 8.
+
+    Returns:
+      float32, the shape of `max_score`.
+
+    Raises:
+      TypeError, ValueError: an argument has the wrong dtype, shape or value.
+    """
+    _check_inputs(q, k, block_table, plan, rank, tp, compact, enable_pdl, precision, row_offset)
+    tokens = q.shape[0]
+    checks.array("max_score", max_score, jnp.float32, AtLeast(tokens), NUM_HEADS, AtLeast(1))
+    checks.integer("max_score.shape[2]", max_score.shape[2], 1, MAX_SELECT_COLUMNS - 1)
+    sm_scale = checks.finite("sm_scale", sm_scale)
+    checks.flag("initialize", initialize)
+    kernels = _kernels(backend)
+    if tokens == 0:
+        return max_score
+    if plan.num_segments == 0:
+        return _clear(max_score, tokens) if initialize else max_score
+    return kernels.prefill_scores(
+        q,
+        k,
+        block_table,
+        plan,
+        max_score,
+        rank=rank,
+        world_size=tp,
+        page_size=page_size(compact),
+        row_offset=row_offset,
+        sm_scale=sm_scale,
+        initialize=initialize,
+    )
+
+
+def msa_icp_prefill_score_select(
+    q: jax.Array,
+    k: jax.Array,
+    block_table: jax.Array,
+    plan: MSAIcpScorePlan,
+    num_valid_pages: jax.Array,
+    carrier: jax.Array,
+    *,
+    rank: int | jax.Array,
+    tp: int = 2,
+    compact: bool = False,
+    force_begin_blocks: int = 0,
+    force_end_blocks: int = 0,
+    enable_pdl: bool = False,
+    backend: str = "auto",
+    precision: str = "auto",
+    row_offset: int = 0,
+) -> jax.Array:
+    """Scores and selects in one pass: the rows of `msa_icp_index_score_sharded` followed by
+    `msa_icp_topk_select_prefill`, bit for bit, without a score plane.
+
+    Args:
+      q, k, block_table, plan, rank, tp, compact, enable_pdl, backend, precision, row_offset: as in
+        `msa_icp_index_score_sharded`.
+      num_valid_pages: int32 [T], visible blocks of each query row, 0 for padding rows.
+      carrier: int32 [4, >= T, 33], head-major candidate rows; donate it to have it reused. Rows at
+        or past T keep their bits.
+      force_begin_blocks: blocks at the start that always win.
+      force_end_blocks: visible blocks at the end that always win; at most 16 with the former.
+
+    Returns:
+      The carrier with rows [0, T) written.
+
+    Raises:
+      TypeError, ValueError: an argument has the wrong dtype, shape or value.
+    """
+    _check_inputs(q, k, block_table, plan, rank, tp, compact, enable_pdl, precision, row_offset)
+    tokens = q.shape[0]
+    checks.array("num_valid_pages", num_valid_pages, jnp.int32, tokens)
+    checks.array("carrier", carrier, jnp.int32, NUM_HEADS, AtLeast(tokens), rows.ROW_WORDS)
+    geometry.check_forced(
+        "force_begin_blocks", force_begin_blocks, "force_end_blocks", force_end_blocks
+    )
+    kernels = _kernels(backend)
+    if tokens == 0:
+        return carrier
+    if plan.num_segments == 0:
+        return lax.dynamic_update_slice(carrier, rows.empty_rows(NUM_HEADS, tokens), (0, 0, 0))
+    return kernels.prefill_rows(
+        q,
+        k,
+        block_table,
+        plan,
+        num_valid_pages,
+        carrier,
+        rank=rank,
+        world_size=tp,
+        page_size=page_size(compact),
+        row_offset=row_offset,
+        force_begin_blocks=force_begin_blocks,
+        force_end_blocks=force_end_blocks,
+    )
+
+
+def msa_icp_prefill_pool_bytes(
+    *, total_q: int, batch: int, device: jax.Device | None = None, num_heads: int = NUM_HEADS
+) -> int:
+    """Bytes of the running Top16 lists that the fused prefill keeps: a (score, id) pair of int32
+    words for 16 candidates of every query token and head.
+
+    Args:
+      total_q: query tokens of the window, >= 0.
+      batch: segments, >= 0.
+      device: the device the lists are for.
+      num_heads: 4.
+
+    Raises:
+      TypeError, ValueError: an argument is outside its range.
+    """
+    checks.integer("total_q", total_q, 0)
+    checks.integer("batch", batch, 0)
+    checks.device("device", device)
+    geometry.check_num_heads("num_heads", num_heads)
+    return total_q * num_heads * geometry.TOPK * 8
+
+
+def page_size(compact: bool) -> int:
+    """256 for compact columns, else 128."""
+    return PAGE_SIZES[1] if compact else BLOCK_SIZE
+
+
+def _kernels(backend: str) -> Any:
+    resolve_backend(backend)
+    return xla
+
+
+def _check_inputs(
+    q: Any,
+    k: Any,
+    block_table: Any,
+    plan: Any,
+    rank: Any,
+    tp: Any,
+    compact: Any,
+    enable_pdl: Any,
+    precision: Any,
+    row_offset: Any,
+) -> None:
+    if not isinstance(plan, MSAIcpScorePlan):
+        raise TypeError(f"plan must be an MSAIcpScorePlan, got {type(plan).__name__}")
+    checks.array("q", q, jnp.float8_e4m3fn, AtLeast(plan.total_q), NUM_HEADS, HEAD_DIM)
+    checks.one_of("tp", tp, geometry.WORLD_SIZES)
+    checks.flag("compact", compact)
+    check_index_k(k, tp, page_size(compact), row_offset, name="k")
+    checks.array("block_table", block_table, jnp.int32, plan.num_segments, AtLeast(1))
+    checks.index("rank", rank, tp)
+    checks.flag("enable_pdl", enable_pdl)
+    check_precision(precision)
+
+
+def _clear(max_score: jax.Array, tokens: int) -> jax.Array:
+    """-inf in the rows of a window that has no segment."""
+    clear = jnp.full((tokens, *max_score.shape[1:]), -jnp.inf, jnp.float32)
+    return lax.dynamic_update_slice(max_score, clear, (0, 0, 0))

@@ -1,0 +1,167 @@
+"""Prefill scores, the plain definition: query tiles of one segment against columns of its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from msa_icp_jax import rows
+from msa_icp_jax.backend import vary_as
+from msa_icp_jax.geometry import MAX_BLOCKS, NUM_HEADS, cdiv, column_offset, column_scale
+from msa_icp_jax.ops import _portable
+from msa_icp_jax.ops._portable import RunningTop16, Shard
+from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, prefill_tiles
+
+_TILE_TOKENS = 128
+
+Carry = TypeVar("Carry")
+
+
+def prefill_scores(
+    q: jax.Array,
+    k: jax.Array,
+    block_table: jax.Array,
+    plan: MSAIcpScorePlan,
+    max_score: jax.Array,
+    *,
+    rank: Any,
+    world_size: int,
+    page_size: int,
+    row_offset: int,
+    sm_scale: float,
+    initialize: bool,
+) -> jax.Array:
+    """Writes every token's causal columns (all of them when `initialize`)."""
+    shard = Shard(k, rank, world_size, page_size, row_offset)
+    columns = max_score.shape[2]
+    step = _portable.columns_per_step(shard, 1, columns)
+    max_score = vary_as(max_score, q, k, block_table, plan.qo_lens, rank)
+    if initialize:
+        clear = jnp.full((q.shape[0], NUM_HEADS, columns), _portable.NEG_INF, jnp.float32)
+        max_score = lax.dynamic_update_slice(max_score, clear, (0, 0, 0))
+
+    def one_tile(tile: _Tile, plane: jax.Array) -> jax.Array:
+        causal = cdiv(jnp.minimum(tile.positions + 1, tile.kv_len), page_size)  # columns it may see
+
+        def body(i: jax.Array, plane: jax.Array) -> jax.Array:
+            first = jnp.minimum(i * step, columns - step)  # the last step may score some again
+            cols = first + jnp.arange(step, dtype=jnp.int32)
+            scores = tile.scores(q, shard, block_table, cols)
+            scores = jnp.where(scores == _portable.NEG_INF, scores, scores * sm_scale)
+            start = (tile.start, 0, first)
+            old = lax.dynamic_slice(plane, start, scores.shape)
+            write = (tile.live[:, None] & (cols < causal[:, None]))[:, None]
+            # A product with sm_scale can make a zero negative again.
+            new = jnp.where(write, jnp.where(scores == 0, 0.0, scores), old)
+            return lax.dynamic_update_slice(plane, new, start)
+
+        last = jnp.minimum(jnp.where(tile.live, causal, 0).max(), columns)
+        return lax.fori_loop(0, cdiv(last, step), body, plane)
+
+    return _for_each_tile(plan, q.shape[0], one_tile, max_score)
+
+
+def prefill_rows(
+    q: jax.Array,
+    k: jax.Array,
+    block_table: jax.Array,
+    plan: MSAIcpScorePlan,
+    num_valid_pages: jax.Array,
+    carrier: jax.Array,
+    *,
+    rank: Any,
+    world_size: int,
+    page_size: int,
+    row_offset: int,
+    force_begin_blocks: int,
+    force_end_blocks: int,
+) -> jax.Array:
+    """Writes candidate rows into the carrier without a score plane: a running Top16."""
+    shard = Shard(k, rank, world_size, page_size, row_offset)
+    scale, offset = column_scale(page_size), column_offset(rank, world_size, page_size)
+    limit = MAX_BLOCKS // scale
+    step = _portable.columns_per_step(shard, 1, limit)
+    varying = (q, k, block_table, plan.qo_lens, num_valid_pages, rank)
+    carrier = vary_as(carrier, *varying)
+    no_candidate = vary_as(rows.empty_rows(NUM_HEADS, q.shape[0]), carrier)
+    carrier = lax.dynamic_update_slice(carrier, no_candidate, (0, 0, 0))
+
+    def one_tile(tile: _Tile, carrier: jax.Array) -> jax.Array:
+        counts = lax.dynamic_slice(num_valid_pages, (tile.start,), tile.live.shape)
+        per_head = jnp.broadcast_to(counts[:, None], (counts.shape[0], NUM_HEADS))
+
+        def body(i: jax.Array, best: RunningTop16) -> RunningTop16:
+            first = jnp.minimum(i * step, limit - step)
+            cols = first + jnp.arange(step, dtype=jnp.int32)
+            return best.fold(
+                tile.scores(q, shard, block_table, cols),
+                cols,
+                cols >= i * step,
+                per_head,
+                page_size=page_size,
+                index_offset=offset,
+                begin=force_begin_blocks,
+                end=force_end_blocks,
+            )
+
+        empty = RunningTop16.empty(*per_head.shape)
+        empty = RunningTop16(*(vary_as(x, carrier) for x in empty))
+        last = cdiv(jnp.clip(jnp.where(tile.live, counts, 0).max(), 0, MAX_BLOCKS), scale)
+        found = lax.fori_loop(0, cdiv(last, step), body, empty).rows().swapaxes(0, 1)
+        start = (0, tile.start, 0)
+        old = lax.dynamic_slice(carrier, start, found.shape)
+        new = jnp.where(tile.live[None, :, None], found, old)
+        return lax.dynamic_update_slice(carrier, new, start)
+
+    return _for_each_tile(plan, q.shape[0], one_tile, carrier)
+
+
+class _Tile(NamedTuple):
+    """A run of query rows of one segment; rows of the slice outside the segment are not live."""
+
+    segment: jax.Array
+    start: jax.Array
+    live: jax.Array
+    positions: jax.Array
+    kv_len: jax.Array
+
+    def scores(
+        self, q: jax.Array, shard: Shard, block_table: jax.Array, columns: jax.Array
+    ) -> jax.Array:
+        """Raw scores float32 [tile, 4, columns] of some columns."""
+        query = lax.dynamic_slice(q, (self.start, 0, 0), (self.live.shape[0], *q.shape[1:]))
+        table = lax.dynamic_slice(block_table, (self.segment, 0), (1, block_table.shape[1]))
+        lengths = self.kv_len[None]
+        pages = _portable.pages_of(table, lengths, columns, shard.index_k.shape[0], shard.page_size)
+        return _portable.column_scores(
+            query[None], shard, pages, columns, self.positions[None], lengths
+        )[0]
+
+
+def _for_each_tile(
+    plan: MSAIcpScorePlan,
+    num_rows: int,
+    one_tile: Callable[[_Tile, Carry], Carry],
+    carry: Carry,
+) -> Carry:
+    """Folds `one_tile` over the query tiles of all segments."""
+    tile_tokens = min(_TILE_TOKENS, num_rows)
+    ends = prefill_tiles(plan, tile_tokens)
+
+    def body(i: jax.Array, carry: Carry) -> Carry:
+        segment = jnp.searchsorted(ends, i, side="right").astype(jnp.int32)
+        in_segment = (i - jnp.where(segment > 0, ends[segment - 1], 0)) * tile_tokens
+        first = plan.qo_starts[segment] + in_segment
+        start = jnp.minimum(first, num_rows - tile_tokens)  # a slice never hangs over the end
+        row = start + jnp.arange(tile_tokens, dtype=jnp.int32)
+        in_segment = row - plan.qo_starts[segment]
+        live = (row >= first) & (in_segment < plan.qo_lens[segment])
+        positions = jnp.where(live, plan.qo_offset[segment] + in_segment, -1)
+        tile = _Tile(segment, start, live, positions, plan.kv_lens[segment])
+        return one_tile(tile, carry)
+
+    return lax.fori_loop(0, ends[-1], body, carry)

@@ -1,0 +1,197 @@
+"""Top16 select: score columns to candidate rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from msa_icp_jax import checks, geometry
+from msa_icp_jax import rows as candidate_rows
+from msa_icp_jax.backend import resolve_backend
+from msa_icp_jax.checks import AtLeast
+from msa_icp_jax.geometry import MAX_BLOCKS, MAX_SELECT_COLUMNS, NUM_HEADS, NUM_SLOTS
+from msa_icp_jax.ops.select import xla
+
+
+class MSAIcpRows(NamedTuple):
+    """Candidate rows to send, by destination rank.
+
+    Attributes:
+      rows: int32 [W, hpr, T, 33], or tagged [W, hpr, T, 32, 2] = (word, generation).
+      generations: the bumped counters int32 [3, 4, C], or None for legacy rows.
+    """
+
+    rows: jax.Array
+    generations: jax.Array | None
+
+
+def msa_icp_topk_select_publish(
+    scores: jax.Array,
+    num_valid_pages: jax.Array,
+    *,
+    rank: int | jax.Array,
+    world_size: int,
+    heads_per_rank: int,
+    force_begin_blocks: int,
+    force_end_blocks: int,
+    index_scale: int = 1,
+    index_offset: int | jax.Array = 0,
+    generations: jax.Array | None = None,
+    slot: int | jax.Array = 0,
+    enable_pdl: bool = False,
+    backend: str = "auto",
+) -> MSAIcpRows:
+    """Selects every (token, head)'s best 16 local blocks and lays them out by owner rank.
+
+    Forced blocks first, then score descending, then lower id; NaN ranks as -inf, -0.0 equals +0.0,
+    raw score bits are stored. Candidates are the columns whose block id lies in
+    ``[0, min(num_valid_pages, 8192))``, whatever their score.
+
+    Args:
+      scores: float32 [>= T, 4, K], 0 < K <= 8192.
+      num_valid_pages: int32 [T], visible blocks of each token (0: padding).
+      rank: this rank, an int or a traced int32 scalar (the rows themselves do not depend on it).
+      world_size: W, 2 or 4.
+      heads_per_rank: hpr = 4 / W.
+      force_begin_blocks: blocks at the start that always win.
+      force_end_blocks: visible blocks at the end that always win; at most 16 with the former.
+      index_scale: blocks from one column to the next, 1 or 2.
+      index_offset: block of column 0, 0 or 1; may be a traced int32 scalar.
+      generations: int32 [3, 4, C >= T]: the publish counters; tagged rows are returned then.
+      slot: slot of this call, taken mod 3; may be a traced int32 scalar.
+      enable_pdl: let the kernel's launch overlap its predecessor's end (Mosaic only).
+      backend: "auto", "mosaic" or "xla".
+
+    Returns:
+      MSAIcpRows; the counters of rows at or past T keep their values.
+
+    Raises:
+      TypeError, ValueError: an argument has the wrong dtype, shape or value.
+    """
+    checks.array("num_valid_pages", num_valid_pages, jnp.int32, None)
+    tokens = num_valid_pages.shape[0]
+    checks.array("scores", scores, jnp.float32, AtLeast(tokens), NUM_HEADS, AtLeast(1))
+    checks.integer("scores.shape[2]", scores.shape[2], 1, MAX_BLOCKS)
+    geometry.check_world_size(world_size)
+    geometry.check_heads_per_rank(world_size, heads_per_rank)
+    checks.index("rank", rank, world_size)
+    _check_order(force_begin_blocks, force_end_blocks, index_scale, index_offset)
+    checks.flag("enable_pdl", enable_pdl)
+    kernels = _kernels(backend)
+    tags, counters = bump_generations(generations, slot, tokens)
+    if tokens == 0:
+        found = empty_message(tags)
+    else:
+        found = kernels.select_rows(
+            scores,
+            num_valid_pages,
+            None,
+            tags,
+            index_scale=index_scale,
+            index_offset=index_offset,
+            force_begin_blocks=force_begin_blocks,
+            force_end_blocks=force_end_blocks,
+        )
+    return MSAIcpRows(by_owner(found, world_size), counters)
+
+
+def msa_icp_topk_select_prefill(
+    scores: jax.Array,
+    num_valid_pages: jax.Array,
+    carrier: jax.Array,
+    *,
+    force_begin_blocks: int = 0,
+    force_end_blocks: int = 0,
+    index_scale: int = 1,
+    index_offset: int | jax.Array = 0,
+    backend: str = "auto",
+) -> jax.Array:
+    """Selects every (token, head)'s best 16 local blocks into the prefill carrier.
+
+    The order is that of `msa_icp_topk_select_publish`.
+
+    Args:
+      scores: float32 [>= T, 4, K], 0 < K < 12288.
+      num_valid_pages: int32 [T], visible blocks of each token (0: padding).
+      carrier: int32 [4, >= T, 33], head-major candidate rows; donate it to have it reused. Rows at
+        or past T keep their bits.
+      force_begin_blocks: blocks at the start that always win.
+      force_end_blocks: visible blocks at the end that always win; at most 16 with the former.
+      index_scale: blocks from one column to the next, 1 or 2.
+      index_offset: block of column 0, 0 or 1; may be a traced int32 scalar.
+      backend: "auto", "mosaic" or "xla".
+
+    Returns:
+      The carrier with rows [0, T) written.
+
+    Raises:
+      TypeError, ValueError: an argument has the wrong dtype, shape or value.
+    """
+    checks.array("num_valid_pages", num_valid_pages, jnp.int32, None)
+    tokens = num_valid_pages.shape[0]
+    checks.array("scores", scores, jnp.float32, AtLeast(tokens), NUM_HEADS, AtLeast(1))
+    checks.integer("scores.shape[2]", scores.shape[2], 1, MAX_SELECT_COLUMNS - 1)
+    checks.array(
+        "carrier", carrier, jnp.int32, NUM_HEADS, AtLeast(tokens), candidate_rows.ROW_WORDS
+    )
+    _check_order(force_begin_blocks, force_end_blocks, index_scale, index_offset)
+    kernels = _kernels(backend)
+    if tokens == 0:
+        return carrier
+    return kernels.select_rows(
+        scores,
+        num_valid_pages,
+        carrier,
+        None,
+        index_scale=index_scale,
+        index_offset=index_offset,
+        force_begin_blocks=force_begin_blocks,
+        force_end_blocks=force_end_blocks,
+    )
+
+
+def bump_generations(
+    generations: jax.Array | None, slot: int | jax.Array, tokens: int
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """The tags of this call's rows [heads, tokens] and the counters with those advanced.
+
+    `generations` is int32 [3, heads, C >= tokens] or None (which gives None twice).
+    """
+    slot = check_slot(slot)
+    if generations is None:
+        return None, None
+    checks.array("generations", generations, jnp.int32, NUM_SLOTS, NUM_HEADS, AtLeast(tokens))
+    start = (slot, 0, 0)
+    current = lax.dynamic_slice(generations, start, (1, generations.shape[1], tokens))
+    tags = candidate_rows.next_generation(current)
+    return tags[0], lax.dynamic_update_slice(generations, tags, start)
+
+
+def check_slot(slot: int | jax.Array) -> Any:
+    """The slot mod 3; raises unless `slot` is a non-negative int or a traced int32 scalar."""
+    return checks.index("slot", slot, 2**31) % NUM_SLOTS
+
+
+def by_owner(head_rows: jax.Array, world_size: int) -> jax.Array:
+    """[4, T, ...] head-major rows as [W, hpr, T, ...]: head h belongs to rank h // hpr."""
+    return head_rows.reshape(world_size, NUM_HEADS // world_size, *head_rows.shape[1:])
+
+
+def empty_message(tags: jax.Array | None) -> jax.Array:
+    """The rows of no token at all."""
+    found = candidate_rows.empty_rows(NUM_HEADS, 0)
+    return found if tags is None else candidate_rows.tag(found, tags)
+
+
+def _kernels(backend: str) -> Any:
+    resolve_backend(backend)
+    return xla
+
+
+def _check_order(begin: int, end: int, index_scale: int, index_offset: int | jax.Array) -> None:
+    geometry.check_forced("force_begin_blocks", begin, "force_end_blocks", end)
+    checks.one_of("index_scale", index_scale, (1, 2))
+    checks.index("index_offset", index_offset, index_scale)

@@ -1,0 +1,828 @@
+"""The plan: strings score, select, exchange and merge into the decode and prefill chains.
+
+Its methods are per-rank programs with local shapes, to be called inside the caller's
+`jax.shard_map` over the icp axis, or inside `jax.vmap(..., axis_name=...)`, which runs all ranks on
+one device. Global shapes and their PartitionSpecs over the axis:
+
+  index_k   float8_e4m3fn [pages, P, 128]   P(None, icp)
+  scores    float32 [T, 4, W columns]       P(None, None, icp)
+  carrier   int32 [4, W T, 33]              P(None, icp)
+  received  int32 [W, 4, T, 33]             P(None, icp)
+  output    int32 [T, 4, 16]                P(None, icp)
+
+and everything else replicated. `MSAIcpIndexerPlan.decode_program` and `prefill_program` give the
+chains already wrapped, jitted and donating.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from msa_icp_jax import checks, programs, rows
+from msa_icp_jax.backend import check_precision, refuse_vma, resolve_backend
+from msa_icp_jax.checks import AtLeast
+from msa_icp_jax.comm import (
+    MSAIcpComm,
+    check_comm,
+    comm_specs,
+    exchange,
+    store_legacy,
+    store_tagged,
+)
+from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, TOPK, IndexerGeometry, check_query_len
+from msa_icp_jax.ops.decode_score import (
+    msa_icp_decode_index_score_sharded,
+    msa_icp_decode_pool_bytes,
+    msa_icp_decode_score_publish,
+)
+from msa_icp_jax.ops.index_cache import check_index_k
+from msa_icp_jax.ops.merge import msa_icp_merge_candidates
+from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, msa_icp_index_score_sharded_plan_device
+from msa_icp_jax.ops.prefill_score import (
+    msa_icp_index_score_sharded,
+    msa_icp_prefill_pool_bytes,
+    msa_icp_prefill_score_select,
+)
+from msa_icp_jax.ops.select import (
+    MSAIcpRows,
+    by_owner,
+    check_slot,
+    msa_icp_topk_select_prefill,
+    msa_icp_topk_select_publish,
+)
+
+# Requests from which the fused decode beats score + select, by measurement; None: never.
+_FUSED_DECODE_MIN_BATCH: dict[str, int | None] = {"xla": None, "mosaic": None}
+_FUSED_PREFILL: dict[str, bool] = {"xla": False, "mosaic": False}
+
+
+def prepare_msa_icp_indexer(
+    *,
+    world_size: int,
+    rank: int | None = None,
+    num_index_heads: int,
+    page_size: int,
+    init_blocks: int,
+    local_blocks: int,
+    max_decode_tokens: int,
+    max_decode_query_len: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    num_sparse_layers: int,
+    device: jax.Device | None = None,
+    backend: str = "auto",
+    precision: str = "auto",
+    axis_name: str = "icp",
+    row_offset: int = 0,
+) -> MSAIcpIndexerPlan:
+    """Plans the MiniMax-M3 index branch for one indexer context parallel group.
+
+    Args:
+      world_size: ranks W of the group, 2 or 4.
+      rank: this rank; None takes it from the icp axis (then one executable serves every rank).
+      num_index_heads: 4.
+      page_size: tokens of a page, 128 or 256.
+      init_blocks: blocks at the start of a context that are always chosen, >= 0.
+      local_blocks: blocks at a query's end that are always chosen, >= 0; at most 16 with the former.
+      max_decode_tokens: query tokens of one decode step at most; capacity C of the receive storage.
+      max_decode_query_len: query tokens of one decode request at most, 1 to 8.
+      max_num_batched_tokens: query tokens of one prefill call at most.
+      max_num_seqs: requests or segments of one call at most.
+      max_model_len: longest context in tokens.
+      num_sparse_layers: sparse layers that share the three receive slots, >= 1.
+      device: the device that `backend="auto"` looks at; None is JAX's default.
+      backend: "auto" (Mosaic kernels on Hopper, else XLA), "mosaic" or "xla".
+      precision: "auto" (decode exact, prefill fast), "exact" or "fast". It matters on Mosaic only:
+        XLA is always exact. Decode and prefill agree bit for bit only in "exact".
+      axis_name: the mesh (or vmap) axis of the group.
+      row_offset: first index-key row inside a compound page, a multiple of 8.
+
+    Returns:
+      A frozen, hashable MSAIcpIndexerPlan.
+
+    Raises:
+      TypeError, ValueError: an argument is outside its range.
+    """
+    geometry = IndexerGeometry(
+        world_size=world_size,
+        num_index_heads=num_index_heads,
+        page_size=page_size,
+        init_blocks=init_blocks,
+        local_blocks=local_blocks,
+        max_decode_tokens=max_decode_tokens,
+        max_decode_query_len=max_decode_query_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        num_sparse_layers=num_sparse_layers,
+        row_offset=row_offset,
+    )
+    if rank is not None:
+        rank = checks.integer("rank", rank, 0, world_size - 1)
+    checks.device("device", device)
+    check_precision(precision)
+    if not isinstance(axis_name, str):
+        raise TypeError(f"axis_name must be a str, got {axis_name!r}")
+    return MSAIcpIndexerPlan(
+        geometry=geometry,
+        rank=rank,
+        backend=resolve_backend(backend, device),
+        precision=precision,
+        axis_name=axis_name,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MSAIcpIndexerPlan:
+    """One group's indexer; build it with `prepare_msa_icp_indexer`.
+
+    Attributes:
+      geometry: the validated limits and sizes.
+      rank: this rank, or None to take it from the icp axis.
+      backend: "mosaic" or "xla", as resolved.
+      precision: "auto", "exact" or "fast".
+      axis_name: the mesh axis of the group.
+    """
+
+    geometry: IndexerGeometry
+    rank: int | None
+    backend: str
+    precision: str
+    axis_name: str
+
+    @property
+    def fused_decode_min_batch(self) -> int | None:
+        """Requests from which decode is faster fused, by measurement; None where it never is."""
+        return _FUSED_DECODE_MIN_BATCH[self.backend]
+
+    @property
+    def fused_prefill(self) -> bool:
+        """Whether prefill is faster fused, by measurement."""
+        return _FUSED_PREFILL[self.backend]
+
+    def decode(
+        self,
+        index_q: jax.Array,
+        index_k: jax.Array,
+        block_table: jax.Array,
+        seq_lens: jax.Array,
+        num_valid_pages: jax.Array,
+        scores: jax.Array | None = None,
+        output: jax.Array | None = None,
+        *,
+        comm: MSAIcpComm | None = None,
+        slot: int | jax.Array = 0,
+        tagged: bool = False,
+        decode_query_len: int,
+        enable_pdl: bool = True,
+        fused: bool | None = None,
+    ) -> tuple[jax.Array, jax.Array | None, MSAIcpComm | None]:
+        """Chooses the 16 key blocks of every decode token for the heads this rank owns.
+
+        Args:
+          index_q: float8_e4m3fn [T, 4, 128], T = B * decode_query_len, the same on every rank.
+          index_k: float8_e4m3fn [pages, R, 128], this rank's rows (or compound pages).
+          block_table: int32 [B, width].
+          seq_lens: int32 [B], keys of each request; 0 for graph padding.
+          num_valid_pages: int32 [T], visible *blocks* of each token: position // 128 + 1, 0 for
+            padding.
+          scores: float32 [>= T, 4, columns], see `decode_score_shape`; None: a fresh one.
+          output: int32 [>= T, hpr, 16] to write into; None: a fresh one.
+          comm: persistent receive storage; None (the ordinary way) gives the same ids without it.
+          slot: running count of sparse-layer calls, taken mod 3 (an int or a traced int32 scalar).
+          tagged: exchange tagged rows; needs at least two sparse layers.
+          decode_query_len: query tokens of every request.
+          enable_pdl: let kernel launches overlap their predecessors' ends (Mosaic only).
+          fused: score and select in one pass, without a score plane (`scores` is returned as it
+            came); None: from `fused_decode_min_batch` requests up.
+
+        Returns:
+          (output, scores, comm): ids int32 ascending with a -1 tail; the score plane with the
+          requests' columns written; the storage after the call (None if None came).
+
+        Raises:
+          TypeError, ValueError: an argument has the wrong dtype, shape or value, or the icp axis is
+            not bound here, has another size, or is bound while the plan has a fixed rank.
+        """
+        self._require_axis("decode")
+        tokens = self._check_decode(
+            index_q,
+            index_k,
+            block_table,
+            seq_lens,
+            num_valid_pages,
+            scores,
+            output,
+            decode_query_len,
+        )
+        slot = check_slot(slot)
+        checks.flag("tagged", tagged)
+        checks.flag("enable_pdl", enable_pdl)
+        if tagged and self.geometry.num_sparse_layers < 2:
+            raise ValueError(
+                "tagged=True needs num_sparse_layers >= 2 (a slot may be reused only two calls "
+                f"later), got num_sparse_layers {self.geometry.num_sparse_layers}"
+            )
+        if comm is not None:
+            self.check_comm(comm)
+        fused = self._choose_fused_decode(fused, block_table.shape[0])
+        self._refuse_vma(index_q, index_k, block_table, seq_lens, num_valid_pages)
+        if output is None:
+            output = jnp.full(
+                (tokens, self.geometry.heads_per_rank, TOPK), rows.NO_BLOCK, jnp.int32
+            )
+        if tokens == 0:
+            return output, scores, comm
+
+        if fused:
+            score_select = self._decode_fused
+        else:
+            score_select = self._decode_unfused
+            if scores is None:
+                shape = (tokens, NUM_HEADS, self.geometry.score_columns)
+                scores = jnp.full(shape, -jnp.inf, jnp.float32)
+        storage = comm if comm is not None else MSAIcpComm.zeros(self.geometry.world_size, tokens)
+        message, scores = score_select(
+            (index_q, index_k, block_table, seq_lens),
+            num_valid_pages,
+            scores,
+            decode_query_len=decode_query_len,
+            enable_pdl=enable_pdl,
+            generations=storage.publish_generations if tagged else None,
+            slot=slot,
+        )
+        output, storage = self._exchange_merge(
+            message, num_valid_pages, output, storage, slot, enable_pdl
+        )
+        return output, scores, storage if comm is not None else None
+
+    def prefill_window_plan(
+        self,
+        qo_segment_lens: jax.Array,
+        kv_segment_lens: jax.Array,
+        qo_offset: jax.Array,
+        *,
+        total_q: int,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> MSAIcpScorePlan:
+        """Builds the plan of one prefill query window, once per step, for every layer.
+
+        Query row i of segment b is the window's row ``sum(qo_segment_lens[:b]) + i`` and sits at
+        position ``qo_offset[b] + i`` of its request. Zero-length segments are allowed. Nothing is
+        read back to the host; the bounds are static, so they (not the lengths) decide what is
+        compiled.
+
+        Args:
+          qo_segment_lens: int32 [B], query tokens of each segment in this window.
+          kv_segment_lens: int32 [B], keys of each segment.
+          qo_offset: int32 [B], position of each segment's first query in this window.
+          total_q: query rows of the window at most.
+          max_query_len: query tokens of one segment at most.
+          max_seq_len: keys of one segment at most.
+
+        Raises:
+          TypeError, ValueError: an argument has the wrong dtype or shape, or a bound is above the
+            plan's max_num_seqs, max_num_batched_tokens or max_model_len.
+        """
+        checks.array("qo_segment_lens", qo_segment_lens, jnp.int32, None)
+        checks.array("kv_segment_lens", kv_segment_lens, jnp.int32, qo_segment_lens.shape[0])
+        limits = self.geometry
+        checks.integer("qo_segment_lens.shape[0]", qo_segment_lens.shape[0], 0, limits.max_num_seqs)
+        checks.integer("total_q", total_q, 0, limits.max_num_batched_tokens)
+        checks.integer("max_query_len", max_query_len, 0, limits.max_num_batched_tokens)
+        checks.integer("max_seq_len", max_seq_len, 0, limits.max_model_len)
+        return msa_icp_index_score_sharded_plan_device(
+            qo_segment_lens,
+            kv_segment_lens,
+            _prefix_sums(qo_segment_lens),
+            _prefix_sums(kv_segment_lens),
+            qo_offset,
+            NUM_HEADS,
+            total_q=total_q,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+
+    def prefill_local(
+        self,
+        query: jax.Array,
+        index_k: jax.Array,
+        block_table: jax.Array,
+        window_plan: MSAIcpScorePlan,
+        score_scratch: jax.Array | None,
+        num_valid_pages: jax.Array,
+        carrier_view: jax.Array,
+        *,
+        fused: bool | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Scores a window against this rank's keys and keeps every query's local Top16.
+
+        Args:
+          query: float8_e4m3fn [T, 4, 128], the same on every rank.
+          index_k: float8_e4m3fn [pages, R, 128], this rank's rows (or compound pages).
+          block_table: int32 [B, width].
+          window_plan: from `prefill_window_plan`, total_q <= T.
+          score_scratch: float32 [>= T, 4, columns], see `prefill_score_shape`; may be None when
+            fused.
+          num_valid_pages: int32 [T], visible *blocks* of each query row, 0 for padding rows
+            (`MSAIcpScorePlan.num_valid_pages` computes it).
+          carrier_view: int32 [4, >= T, 33] to write into.
+          fused: score and select in one pass, without score rows; None: `fused_prefill`.
+
+        Returns:
+          (carrier, score_scratch), candidate rows head-major and the scratch as it is now.
+
+        Raises:
+          TypeError, ValueError: an argument has the wrong dtype, shape or value.
+        """
+        self._check_prefill(query, index_k, block_table, window_plan, num_valid_pages)
+        tokens = query.shape[0]
+        checks.array(
+            "carrier_view", carrier_view, jnp.int32, NUM_HEADS, AtLeast(tokens), rows.ROW_WORDS
+        )
+        if fused is None:
+            fused = self.fused_prefill or score_scratch is None
+        checks.flag("fused", fused)
+        if score_scratch is not None:
+            columns = self.geometry.score_columns
+            checks.array(
+                "score_scratch", score_scratch, jnp.float32, AtLeast(tokens), NUM_HEADS, columns
+            )
+        elif not fused:
+            raise ValueError(
+                "score_scratch must be a float32 array of prefill_score_shape() when fused=False, "
+                "got None"
+            )
+        self._refuse_vma(query, index_k, block_table, num_valid_pages)
+        rank = self._rank()
+        inputs = (query, index_k, block_table, window_plan)
+        shard: dict[str, Any] = {
+            "rank": rank,
+            "tp": self.geometry.world_size,
+            "compact": self.geometry.compact,
+            "backend": self.backend,
+            "precision": self.precision,
+            "row_offset": self.geometry.row_offset,
+        }
+        forced: dict[str, Any] = {
+            "force_begin_blocks": self.geometry.init_blocks,
+            "force_end_blocks": self.geometry.local_blocks,
+        }
+        if fused:
+            carrier = msa_icp_prefill_score_select(
+                *inputs, num_valid_pages, carrier_view, **shard, **forced
+            )
+            return carrier, score_scratch
+        assert score_scratch is not None
+        score_scratch = msa_icp_index_score_sharded(*inputs, max_score=score_scratch, **shard)
+        carrier = msa_icp_topk_select_prefill(
+            score_scratch,
+            num_valid_pages,
+            carrier_view,
+            index_scale=self.geometry.index_scale,
+            index_offset=self.geometry.index_offset(rank),
+            backend=self.backend,
+            **forced,
+        )
+        return carrier, score_scratch
+
+    def prefill_exchange(self, carrier: jax.Array) -> jax.Array:
+        """Sends each head's candidate rows to its owner: the one collective of a layer.
+
+        Args:
+          carrier: int32 [4, T, 33], from `prefill_local`.
+
+        Returns:
+          received int32 [W, hpr, T, 33], by source rank.
+
+        Raises:
+          TypeError, ValueError: the carrier has the wrong dtype or shape, or the icp axis is not
+            bound here, has another size, or is bound while the plan has a fixed rank.
+        """
+        self._require_axis("prefill_exchange")
+        checks.array("carrier", carrier, jnp.int32, NUM_HEADS, None, rows.ROW_WORDS)
+        if carrier.shape[1] == 0:
+            return by_owner(carrier, self.geometry.world_size)
+        return exchange(by_owner(carrier, self.geometry.world_size), self.axis_name)
+
+    def prefill_merge(
+        self, received: jax.Array, num_valid_pages: jax.Array, output: jax.Array
+    ) -> jax.Array:
+        """Merges every rank's candidates of the owned heads.
+
+        Args:
+          received: int32 [W, hpr, >= T, 33], from `prefill_exchange`.
+          num_valid_pages: int32 [T], visible blocks of each query row; 0 answers [0, -1, ...].
+          output: int32 [>= T, hpr, 16] to write into.
+
+        Returns:
+          output, ids ascending with a -1 tail.
+
+        Raises:
+          TypeError, ValueError: an argument has the wrong dtype or shape.
+        """
+        geometry = self.geometry
+        checks.array("num_valid_pages", num_valid_pages, jnp.int32, None)
+        tokens = num_valid_pages.shape[0]
+        checks.array(
+            "received",
+            received,
+            jnp.int32,
+            geometry.world_size,
+            geometry.heads_per_rank,
+            AtLeast(tokens),
+            rows.ROW_WORDS,
+        )
+        self._refuse_vma(received, num_valid_pages, output)
+        return msa_icp_merge_candidates(
+            received,
+            num_valid_pages,
+            output,
+            jnp.zeros(1, jnp.int32),
+            init_blocks=geometry.init_blocks,
+            local_blocks=geometry.local_blocks,
+            prefill=True,
+            backend=self.backend,
+        ).output
+
+    def prefill(
+        self,
+        query: jax.Array,
+        index_k: jax.Array,
+        block_table: jax.Array,
+        window_plan: MSAIcpScorePlan,
+        score_scratch: jax.Array | None,
+        num_valid_pages: jax.Array,
+        carrier_view: jax.Array,
+        output: jax.Array,
+        *,
+        fused: bool | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """`prefill_local`, `prefill_exchange` and `prefill_merge` in one.
+
+        Args:
+          query, index_k, block_table, window_plan, score_scratch, num_valid_pages, carrier_view,
+            fused: as in `prefill_local`.
+          output: int32 [>= T, hpr, 16] to write into.
+
+        Returns:
+          (output, carrier, score_scratch).
+
+        Raises:
+          TypeError, ValueError: as the three parts do.
+        """
+        self._require_axis("prefill")
+        tokens = num_valid_pages.shape[0] if hasattr(num_valid_pages, "shape") else 0
+        checks.array(
+            "output", output, jnp.int32, AtLeast(tokens), self.geometry.heads_per_rank, TOPK
+        )
+        carrier, score_scratch = self.prefill_local(
+            query,
+            index_k,
+            block_table,
+            window_plan,
+            score_scratch,
+            num_valid_pages,
+            carrier_view,
+            fused=fused,
+        )
+        received = self.prefill_exchange(carrier)
+        return self.prefill_merge(received, num_valid_pages, output), carrier, score_scratch
+
+    def init_comm(self) -> MSAIcpComm:
+        """One rank's receive storage, zeroed; create it once and never reset it."""
+        return MSAIcpComm.zeros(self.geometry.world_size, self.geometry.max_decode_tokens)
+
+    def comm_specs(self) -> MSAIcpComm:
+        """PartitionSpecs of a global MSAIcpComm over the icp axis, in an MSAIcpComm."""
+        return comm_specs(self.axis_name)
+
+    def check_comm(self, comm: MSAIcpComm) -> None:
+        """Raises, naming the array, unless `comm` is one rank's storage of this plan."""
+        check_comm(comm, self.geometry.world_size, self.geometry.max_decode_tokens)
+
+    def decode_score_shape(self) -> tuple[int, int, int]:
+        """(max_decode_tokens, 4, columns): one rank's decode score plane, float32."""
+        return (self.geometry.max_decode_tokens, NUM_HEADS, self.geometry.score_columns)
+
+    def prefill_window_tokens(self) -> int:
+        """Query tokens of one prefill window: what keeps its score scratch within 256 MiB."""
+        return self.geometry.window_tokens
+
+    def prefill_score_shape(self) -> tuple[int, int, int]:
+        """(window_tokens, 4, columns): one rank's prefill score scratch, float32."""
+        return (self.geometry.window_tokens, NUM_HEADS, self.geometry.score_columns)
+
+    def decode_pool_shape(self) -> tuple[int]:
+        """(bytes,): scratch of the fused decode at the plan's limits, uint8."""
+        query_len = self.geometry.max_decode_query_len
+        batch = min(self.geometry.max_num_seqs, -(-self.geometry.max_decode_tokens // query_len))
+        pool = msa_icp_decode_pool_bytes(
+            batch=batch,
+            decode_query_len=query_len,
+            max_model_len=self.geometry.max_model_len,
+            page_size=self.geometry.page_size,
+        )
+        return (pool,)
+
+    def prefill_pool_shape(self) -> tuple[int]:
+        """(bytes,): scratch of the fused prefill of one window, uint8."""
+        pool = msa_icp_prefill_pool_bytes(
+            total_q=self.geometry.window_tokens, batch=self.geometry.max_num_seqs
+        )
+        return (pool,)
+
+    def decode_program(
+        self,
+        mesh: Mesh | None = None,
+        *,
+        decode_query_len: int,
+        tagged: bool = False,
+        with_comm: bool = False,
+        fused: bool | None = None,
+        enable_pdl: bool = True,
+    ) -> Any:
+        """`decode` of all ranks, jitted once for the plan, donating scores, output and comm.
+
+        Args:
+          mesh: a mesh with the icp axis; the arguments are then global arrays (see the module's
+            table), scores included: float32 [T, 4, W columns]. None: all ranks on one device, the
+            sharded arguments with a leading axis of W.
+          decode_query_len, tagged, fused, enable_pdl: as in `decode`.
+          with_comm: take and return the receive storage.
+
+        Returns:
+          A jitted ``f(index_q, index_k, block_table, seq_lens, num_valid_pages, scores, output)``,
+          with ``comm, slot`` behind it when `with_comm`, returning (output, scores, comm).
+        """
+        return programs.decode_program(
+            self, mesh, decode_query_len, tagged, with_comm, fused, enable_pdl
+        )
+
+    def prefill_program(self, mesh: Mesh | None = None, *, fused: bool | None = None) -> Any:
+        """`prefill` of all ranks, jitted once for the plan, donating scratch, carrier and output.
+
+        Args:
+          mesh: as in `decode_program`.
+          fused: as in `prefill_local`.
+
+        Returns:
+          A jitted ``f(query, index_k, block_table, window_plan, score_scratch, num_valid_pages,
+          carrier_view, output)`` returning (output, carrier, score_scratch).
+        """
+        return programs.prefill_program(self, mesh, fused)
+
+    def write_program(self, mesh: Mesh | None = None) -> Any:
+        """`msa_icp_write_index_k` of all ranks, jitted once for the plan, donating index_k.
+
+        Args:
+          mesh: as in `decode_program`.
+
+        Returns:
+          A jitted ``f(index_k, new_k, slot_mapping)`` returning index_k.
+        """
+        return programs.write_program(self, mesh)
+
+    def warmup(
+        self,
+        *,
+        num_pages: int,
+        table_width: int,
+        batch_sizes: Sequence[int] | None = None,
+        query_lens: Sequence[int] | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """Compiles and loads the plan's programs for these shapes, so that no first call does.
+
+        The programs are those of `decode_program` (without comm), `prefill_program` (one full
+        window) and `write_program` (a full window and every decode batch). An executable belongs to
+        the jitted function it was compiled for: a step that a caller jits around the plan's methods
+        is warmed up by that caller, with ``step.lower(...).compile()``. No array is allocated.
+
+        Args:
+          num_pages: pages of the index-key cache.
+          table_width: columns of the block tables.
+          batch_sizes: request counts of decode; None: max_num_seqs, as far as max_decode_tokens
+            allows.
+          query_lens: decode query lengths; None: 1 and max_decode_query_len.
+          mesh: as in `decode_program`.
+
+        Raises:
+          TypeError, ValueError: an argument is outside the plan's limits.
+        """
+        programs.warmup(self, num_pages, table_width, batch_sizes, query_lens, mesh)
+
+    def _exchange_merge(
+        self,
+        message: MSAIcpRows,
+        num_valid_pages: jax.Array,
+        output: jax.Array,
+        storage: MSAIcpComm,
+        slot: Any,
+        enable_pdl: bool,
+    ) -> tuple[jax.Array, MSAIcpComm]:
+        """Sends the rows to their owners, through one slot of the storage, and merges them."""
+        tagged = message.generations is not None
+        name = "tagged_recv" if tagged else "recv"
+        store = store_tagged if tagged else store_legacy
+        recv = store(getattr(storage, name), slot, exchange(message.rows, self.axis_name))
+        merged = msa_icp_merge_candidates(
+            lax.dynamic_index_in_dim(recv, slot, keepdims=False),
+            num_valid_pages,
+            output,
+            storage.errors,
+            init_blocks=self.geometry.init_blocks,
+            local_blocks=self.geometry.local_blocks,
+            enable_pdl=enable_pdl,
+            expected_generations=(
+                lax.dynamic_index_in_dim(storage.expected_generations, slot, keepdims=False)
+                if tagged
+                else None
+            ),
+            backend=self.backend,
+        )
+        updates = {
+            name: lax.dynamic_update_index_in_dim(recv, merged.recv_slot, slot, 0),
+            "errors": merged.errors,
+        }
+        if tagged:
+            updates["publish_generations"] = message.generations
+            updates["expected_generations"] = lax.dynamic_update_index_in_dim(
+                storage.expected_generations, merged.expected_generations, slot, 0
+            )
+        return merged.output, dataclasses.replace(storage, **updates)
+
+    def _decode_unfused(
+        self,
+        inputs: tuple[jax.Array, ...],
+        num_valid_pages: jax.Array,
+        scores: jax.Array,
+        *,
+        decode_query_len: int,
+        enable_pdl: bool,
+        **counters: Any,
+    ) -> tuple[MSAIcpRows, jax.Array]:
+        geometry, rank = self.geometry, self._rank()
+        scores = msa_icp_decode_index_score_sharded(
+            *inputs,
+            scores,
+            rank=rank,
+            world_size=geometry.world_size,
+            page_size=geometry.page_size,
+            decode_query_len=decode_query_len,
+            max_decode_query_len=geometry.max_decode_query_len,
+            enable_pdl=enable_pdl,
+            backend=self.backend,
+            precision=self.precision,
+            row_offset=geometry.row_offset,
+        )
+        message = msa_icp_topk_select_publish(
+            scores,
+            num_valid_pages,
+            rank=rank,
+            world_size=geometry.world_size,
+            heads_per_rank=geometry.heads_per_rank,
+            force_begin_blocks=geometry.init_blocks,
+            force_end_blocks=geometry.local_blocks,
+            index_scale=geometry.index_scale,
+            index_offset=geometry.index_offset(rank),
+            enable_pdl=enable_pdl,
+            backend=self.backend,
+            **counters,
+        )
+        return message, scores
+
+    def _decode_fused(
+        self,
+        inputs: tuple[jax.Array, ...],
+        num_valid_pages: jax.Array,
+        scores: jax.Array | None,
+        *,
+        decode_query_len: int,
+        enable_pdl: bool,
+        **counters: Any,
+    ) -> tuple[MSAIcpRows, jax.Array | None]:
+        geometry = self.geometry
+        message = msa_icp_decode_score_publish(
+            *inputs,
+            num_valid_pages,
+            rank=self._rank(),
+            world_size=geometry.world_size,
+            page_size=geometry.page_size,
+            decode_query_len=decode_query_len,
+            force_begin_blocks=geometry.init_blocks,
+            force_end_blocks=geometry.local_blocks,
+            enable_pdl=enable_pdl,
+            backend=self.backend,
+            precision=self.precision,
+            row_offset=geometry.row_offset,
+            **counters,
+        )
+        return message, scores
+
+    def _choose_fused_decode(self, fused: bool | None, requests: int) -> bool:
+        if fused is not None:
+            return checks.flag("fused", fused)
+        least = self.fused_decode_min_batch
+        return least is not None and requests >= least
+
+    def _rank(self) -> Any:
+        """The fixed rank, or the position on the icp axis as a traced scalar."""
+        if self.rank is not None:
+            return self.rank
+        self._require_axis("a plan with rank=None")
+        return lax.axis_index(self.axis_name)
+
+    def _require_axis(self, caller: str) -> None:
+        """Raises unless the icp axis is bound, has the group's size, and gives the rank."""
+        try:
+            size = lax.axis_size(self.axis_name)
+        except NameError:
+            size = None
+        where = f"{caller} must run where axis_name {self.axis_name!r} is bound with size"
+        if size is None:
+            raise ValueError(
+                f"{where} {self.geometry.world_size} (inside jax.shard_map or jax.vmap), got an "
+                "unbound axis"
+            )
+        if size != self.geometry.world_size:
+            raise ValueError(f"{where} {self.geometry.world_size}, got size {size}")
+        if self.rank is not None:
+            raise ValueError(
+                f"{caller} needs rank=None where axis_name {self.axis_name!r} is bound (the rank is "
+                f"the position on the axis), got rank {self.rank}"
+            )
+
+    def _refuse_vma(self, *arrays: Any) -> None:
+        if self.backend == "mosaic":
+            refuse_vma(*arrays)
+
+    def _check_decode(
+        self,
+        index_q: Any,
+        index_k: Any,
+        block_table: Any,
+        seq_lens: Any,
+        num_valid_pages: Any,
+        scores: Any,
+        output: Any,
+        decode_query_len: Any,
+    ) -> int:
+        """Checks decode's arrays against the plan's limits; returns T."""
+        geometry = self.geometry
+        check_query_len("decode_query_len", decode_query_len, geometry.max_decode_query_len)
+        checks.array("block_table", block_table, jnp.int32, None, AtLeast(1))
+        requests = block_table.shape[0]
+        checks.integer("block_table.shape[0] (requests)", requests, 0, geometry.max_num_seqs)
+        tokens = requests * decode_query_len
+        checks.integer("T = requests * decode_query_len", tokens, 0, geometry.max_decode_tokens)
+        checks.array("index_q", index_q, jnp.float8_e4m3fn, tokens, NUM_HEADS, HEAD_DIM)
+        self._check_index_k(index_k)
+        checks.array("seq_lens", seq_lens, jnp.int32, requests)
+        checks.array("num_valid_pages", num_valid_pages, jnp.int32, tokens)
+        if scores is not None:
+            columns = geometry.score_columns
+            checks.array("scores", scores, jnp.float32, AtLeast(tokens), NUM_HEADS, columns)
+        if output is not None:
+            heads = geometry.heads_per_rank
+            checks.array("output", output, jnp.int32, AtLeast(tokens), heads, TOPK)
+        return tokens
+
+    def _check_prefill(
+        self,
+        query: Any,
+        index_k: Any,
+        block_table: Any,
+        window_plan: Any,
+        num_valid_pages: Any,
+    ) -> None:
+        """Checks prefill's arrays against the plan's limits."""
+        geometry = self.geometry
+        if not isinstance(window_plan, MSAIcpScorePlan):
+            raise TypeError(
+                f"window_plan must be an MSAIcpScorePlan, got {type(window_plan).__name__}"
+            )
+        tokens = AtLeast(window_plan.total_q)
+        checks.array("query", query, jnp.float8_e4m3fn, tokens, NUM_HEADS, HEAD_DIM)
+        checks.integer("query.shape[0]", query.shape[0], 0, geometry.max_num_batched_tokens)
+        self._check_index_k(index_k)
+        checks.array("block_table", block_table, jnp.int32, window_plan.num_segments, AtLeast(1))
+        checks.array("num_valid_pages", num_valid_pages, jnp.int32, query.shape[0])
+
+    def _check_index_k(self, index_k: Any) -> None:
+        geometry = self.geometry
+        check_index_k(index_k, geometry.world_size, geometry.page_size, geometry.row_offset)
+
+
+def _prefix_sums(lengths: jax.Array) -> jax.Array:
+    """[B + 1] sums of the lengths before each segment; negative lengths count as 0."""
+    return jnp.pad(jnp.cumsum(jnp.maximum(lengths, 0), dtype=jnp.int32), (1, 0))

@@ -1,0 +1,137 @@
+"""Candidate rows and the one total order that select and merge share.
+
+A candidate row is 33 int32 words: 16 raw fp32 score words, the 16 block ids they belong to
+(ascending), and the ready flag 1. With fewer than 16 candidates the tail is ``(-inf bits, -1)``.
+A *tagged* row is 32 pairs ``(word, generation)``: the first 32 words, each carrying the generation
+of the call that wrote it (in memory the little-endian int64 ``generation << 32 | word``).
+
+The order: forced blocks first, then score descending, then lower id; NaN ranks as -inf and -0.0
+equals +0.0. It is carried by one int32 key per candidate, so no 64-bit integers are needed: among
+equal keys the candidate that stands first wins, and candidates always stand in ascending id.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from msa_icp_jax.geometry import MAX_BLOCKS, TOPK
+
+ROW_WORDS = 2 * TOPK + 1
+TAGGED_WORDS = 2 * TOPK
+READY = 1
+NO_BLOCK = -1
+
+NEG_INF_WORD = -0x800000  # the bits of float32 -inf as int32
+NEG_ZERO_WORD = -0x80000000
+FORCED_KEY = 0x7FFFFFFF  # above the key of +inf
+INVALID_KEY = -0x80000000  # below the key of -inf
+
+_GROUP = 64  # columns of one group of the two-level Top16
+
+
+def order_keys(words: jax.Array) -> jax.Array:
+    """Maps fp32 bits (int32) to int32 keys that order as the scores do.
+
+    NaN of either sign becomes the key of -inf, -0.0 that of +0.0. For the rest, non-negative floats
+    order as their bits do and negative ones in reverse, hence the flip of the low 31 bits.
+    """
+    is_nan = (words & 0x7FFFFFFF) > 0x7F800000
+    words = jnp.where(is_nan, NEG_INF_WORD, words)
+    words = jnp.where(words == NEG_ZERO_WORD, 0, words)
+    return words ^ ((words >> 31) & 0x7FFFFFFF)
+
+
+def candidate_keys(
+    words: jax.Array, ids: jax.Array, num_valid_pages: jax.Array, begin: int, end: int
+) -> jax.Array:
+    """Keys of candidates: INVALID_KEY outside the visible blocks, FORCED_KEY inside a forced window.
+
+    Args:
+      words: int32 score bits.
+      ids: int32 block ids, broadcastable against `words`.
+      num_valid_pages: int32 visible blocks, broadcastable; negative reads as 0. The forced-end
+        window is taken from the raw count, candidates stop at block 8191.
+      begin: forced blocks at the start.
+      end: forced blocks at the end of the visible ones.
+    """
+    count = jnp.maximum(num_valid_pages, 0)
+    valid = (ids >= 0) & (ids < jnp.minimum(count, MAX_BLOCKS))
+    forced = (ids < begin) | (ids >= count - end)
+    return jnp.where(valid, jnp.where(forced, FORCED_KEY, order_keys(words)), INVALID_KEY)
+
+
+def top16(keys: jax.Array) -> jax.Array:
+    """Positions of the 16 largest keys of the last axis; among equal keys the first ones.
+
+    Long rows go through two levels: the 16 groups with the largest maxima hold all 16 winners,
+    since any key outside them is beaten by 16 group maxima that are larger or stand earlier.
+    """
+    size = keys.shape[-1]
+    if size <= 2 * TOPK * _GROUP:
+        keys = _pad_last(keys, max(size, TOPK))
+        return lax.top_k(keys, TOPK)[1]
+    groups = _pad_last(keys, -(-size // _GROUP) * _GROUP)
+    groups = groups.reshape(*keys.shape[:-1], -1, _GROUP)
+    best = jnp.sort(lax.top_k(groups.max(-1), TOPK)[1], axis=-1)
+    members = jnp.take_along_axis(groups, best[..., None], axis=-2)
+    inside = lax.top_k(members.reshape(*best.shape[:-1], TOPK * _GROUP), TOPK)[1]
+    group = jnp.take_along_axis(best, inside // _GROUP, axis=-1)
+    return group * _GROUP + inside % _GROUP
+
+
+def take_top16(
+    keys: jax.Array, words: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The 16 best (keys, words, ids) of the last axis; the tail is (INVALID_KEY, -inf, -1)."""
+    fill = TOPK - keys.shape[-1]
+    if fill > 0:
+        keys, words, ids = (_pad_last(x, TOPK) for x in (keys, words, ids))
+    position = top16(keys)
+    keys, words, ids = (jnp.take_along_axis(x, position, axis=-1) for x in (keys, words, ids))
+    live = keys != INVALID_KEY
+    return keys, jnp.where(live, words, NEG_INF_WORD), jnp.where(live, ids, NO_BLOCK)
+
+
+def ascending(ids: jax.Array, *along: jax.Array) -> tuple[jax.Array, ...]:
+    """Sorts the last axis by id, NO_BLOCK last, and `along` with it."""
+    order = jnp.where(ids == NO_BLOCK, FORCED_KEY, ids)
+    _, ids, *along_sorted = lax.sort((order, ids, *along), num_keys=1)
+    return (ids, *along_sorted)
+
+
+def pack(words: jax.Array, ids: jax.Array) -> jax.Array:
+    """Candidate rows [..., 33] from score words and ids [..., 16] in any order."""
+    ids, words = ascending(ids, words)
+    ready = jnp.full((*ids.shape[:-1], 1), READY, jnp.int32)
+    return jnp.concatenate([words, ids, ready], axis=-1)
+
+
+def unpack(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Score words and ids [..., 16] of rows whose last axis holds at least 32 words."""
+    return rows[..., :TOPK], rows[..., TOPK : 2 * TOPK]
+
+
+def tag(rows: jax.Array, generations: jax.Array) -> jax.Array:
+    """Tagged rows [..., 32, 2] of candidate rows [..., 33] and their generations [...]."""
+    words = rows[..., :TAGGED_WORDS]
+    return jnp.stack([words, jnp.broadcast_to(generations[..., None], words.shape)], axis=-1)
+
+
+def next_generation(generations: jax.Array) -> jax.Array:
+    """The generation after each of `generations` (int32): wraps around and skips 0."""
+    following = generations + 1
+    return jnp.where(following == 0, 1, following)
+
+
+def empty_rows(*shape: int) -> jax.Array:
+    """Candidate rows [*shape, 33] without a candidate."""
+    lead = (*shape, TOPK)
+    return pack(jnp.full(lead, NEG_INF_WORD, jnp.int32), jnp.full(lead, NO_BLOCK, jnp.int32))
+
+
+def _pad_last(x: jax.Array, size: int) -> jax.Array:
+    """Pads the last axis to `size` with INVALID_KEY, which never wins."""
+    width = [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])]
+    return jnp.pad(x, width, constant_values=INVALID_KEY)
