@@ -10,7 +10,8 @@ lane l ends with all page maxima of row ``64 (q // 2) + 16 w + 8 (q % 2) + l // 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,27 +31,46 @@ _LOWEST = float("-inf")
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoreStore:
-    """Static facts of the step that turns products into stored scores.
+class StepPages:
+    """The pages of a step.
 
     Attributes:
-      page_rows: keys of a step that belong to one page (32, 64 or 128).
-      page_size: positions of a page.
-      columns: columns of the score plane.
+      rows: keys of a step that belong to one page (32, 64 or 128).
+      size: positions of a page, those on other ranks included.
+    """
+
+    rows: int
+    size: int
+
+    @property
+    def count(self) -> int:
+        """Pages, hence columns, of a step."""
+        return KEYS // self.rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Plane:
+    """Static facts of a score plane.
+
+    Attributes:
+      pages: the pages of a step.
+      columns: columns of the plane.
       sm_scale: factor on the maxima.
       initialize: whether columns past a row's causal prefix are written too.
     """
 
-    page_rows: int
-    page_size: int
+    pages: StepPages
     columns: int
     sm_scale: float
     initialize: bool
 
-    @property
-    def pages(self) -> int:
-        """Pages, hence columns, of a step."""
-        return KEYS // self.page_rows
+
+class Causal(NamedTuple):
+    """What decides which of a step's keys a row sees, as scalars."""
+
+    position: Any  # of row 0's token
+    keys: Any  # of the segment
+    first_key: Any  # position of the step's key 0
 
 
 def store_maxima(
@@ -58,8 +78,8 @@ def store_maxima(
     scores: Any,
     rows: tuple[Any, Any, Any],
     column: Any,
-    causal: tuple[Any, Any, Any] | None,
-    facts: ScoreStore,
+    causal: Causal | None,
+    plane: Plane,
     interpret: bool,
 ) -> None:
     """Writes the page maxima of one step's products to the score plane.
@@ -70,35 +90,41 @@ def store_maxima(
       rows: (first, begin, end): row 0 is plane row `first` (4 token + head); rows in [begin, end)
         are written.
       column: first column of the step.
-      causal: None where all rows see all keys and all columns exist, else (position, keys, key):
-        the position of row 0's token, the segment's keys, and the position of the step's key 0.
-      facts: see `ScoreStore`.
+      causal: None where all rows see all keys and all columns exist.
+      plane: see `Plane`.
       interpret: take the stock ops.
     """
     write = _store_maxima_stock if interpret else _store_maxima_inline
-    write(products, scores, rows, column, causal, facts)
+    write(products, scores, rows, column, causal, plane)
+
+
+def page_maxima_stock(products: jax.Array, causal: Causal | None, pages: StepPages) -> jax.Array:
+    """Maxima [128, pages] of products [128, 128] over each page; -inf where nothing is visible."""
+    products = products.reshape(ROWS, pages.count, pages.rows)
+    if causal is not None:
+        page, key = jnp.arange(pages.count), jnp.arange(pages.rows)
+        at = causal.first_key + page[:, None] * pages.size + key
+        products = jnp.where(at < _seen_stock(causal)[:, None, None], products, -jnp.inf)
+    return jnp.where(jnp.isnan(products), -jnp.inf, products).max(axis=2)
+
+
+def _seen_stock(causal: Causal) -> jax.Array:
+    """Keys that each row sees."""
+    token = jnp.arange(ROWS) // NUM_HEADS
+    return jnp.clip(causal.position + token + 1, 0, causal.keys)
 
 
 def _store_maxima_stock(
-    products: jax.Array, scores: Any, rows: Any, column: Any, causal: Any, facts: ScoreStore
+    products: jax.Array, scores: Any, rows: Any, column: Any, causal: Causal | None, plane: Plane
 ) -> None:
-    row, page = jnp.arange(ROWS), jnp.arange(facts.pages)
-    key = jnp.arange(facts.page_rows)
-    shape = (ROWS, facts.pages, facts.page_rows)
-    products = products.reshape(shape)
-    written = jnp.full((ROWS, facts.pages), True)
-    if causal is not None:
-        position, keys, first_key = causal
-        seen = jnp.clip(position + row // NUM_HEADS + 1, 0, keys)
-        at = first_key + page[:, None] * facts.page_size + key
-        products = jnp.where(at < seen[:, None, None], products, -jnp.inf)
-        written = jnp.broadcast_to(column + page < facts.columns, written.shape)
-        if not facts.initialize:
-            written &= (column + page) * facts.page_size < seen[:, None]
-    best = jnp.where(jnp.isnan(products), -jnp.inf, products).max(axis=2)
-    best = jnp.where(best > -jnp.inf, best * facts.sm_scale, -jnp.inf)
+    pages = plane.pages
+    best = page_maxima_stock(products, causal, pages)
+    best = jnp.where(best > -jnp.inf, best * plane.sm_scale, -jnp.inf)
     best = jnp.where(best == 0, 0.0, best)
-
+    at = column + jnp.arange(pages.count)
+    written = jnp.broadcast_to(at < plane.columns, best.shape)
+    if causal is not None and not plane.initialize:
+        written &= at * pages.size < _seen_stock(causal)[:, None]
     first, begin, end = rows
 
     @pl.loop(lax.div(begin, NUM_HEADS), lax.div(end, NUM_HEADS))
@@ -106,7 +132,7 @@ def _store_maxima_stock(
         values = lax.dynamic_slice_in_dim(best, token * NUM_HEADS, NUM_HEADS)
         flags = lax.dynamic_slice_in_dim(written, token * NUM_HEADS, 1)[0]
         target = lax.div(first, NUM_HEADS) + token
-        for g in range(facts.pages):
+        for g in range(pages.count):
 
             @pl.when(flags[g])
             def _(g: int = g) -> None:
@@ -114,8 +140,9 @@ def _store_maxima_stock(
 
 
 def _store_maxima_inline(
-    products: jax.Array, scores: Any, rows: Any, column: Any, causal: Any, facts: ScoreStore
+    products: jax.Array, scores: Any, rows: Any, column: Any, causal: Causal | None, plane: Plane
 ) -> None:
+    pages = plane.pages
     scalars = (*rows, column, *(causal or ()))
 
     @plgpu.inline_mgpu(
@@ -123,37 +150,34 @@ def _store_maxima_inline(
     )
     def store(_: Any, products: Any, scores: Any, *scalars: Any) -> None:
         first, begin, end, column, *causal = (lanes.scalar(s) for s in scalars)
-        place = _Place()
-        limits = _causal_limits(place, *causal, facts) if causal else None
-        best = _row_per_lane(place, _page_maxima(products, limits, facts))
-        best = [_finish(x, facts.sm_scale) for x in best]
+        place = Place()
+        best = row_maxima(place, products, causal, pages)
+        best = [_finish(x, plane.sm_scale) for x in best]
 
         row = place.row()
         live = (row >= begin) & (row < end)
-        target = _plane_row(scores, first + row, facts.columns) + column
+        target = _plane_row(scores, first + row, plane.columns) + column
         if not causal:
             with when(live):
-                _store_row(target, best, facts.columns)
+                _store_row(target, best, plane.columns)
             return
         position, keys, _ = causal
         seen = _seen(position + (row >> 2), keys)
         for g, value in enumerate(best):
-            written = live & (column + g < facts.columns)
-            if not facts.initialize:
-                written &= (column + g) * facts.page_size < seen
+            written = live & (column + g < plane.columns)
+            if not plane.initialize:
+                written &= (column + g) * pages.size < seen
             with when(written):
                 (target + g).store(value)
 
     store(products, scores, *scalars)
 
 
-def fill_hidden(
-    scores: Any, token: Any, column: Any, facts: ScoreStore, interpret: bool
-) -> None:
+def fill_hidden(scores: Any, token: Any, column: Any, plane: Plane, interpret: bool) -> None:
     """One warp writes -inf to a token's columns from `column` on, for all four heads."""
     if interpret:
 
-        @pl.loop(column, facts.columns)
+        @pl.loop(column, plane.columns)
         def _(c: Any) -> None:
             scores[token, :, c] = jnp.full((NUM_HEADS,), -jnp.inf, jnp.float32)
 
@@ -164,13 +188,13 @@ def fill_hidden(
         first = lanes.scalar(column) + (lanes.thread() & 31)
         lowest = lanes.constant(_LOWEST, lanes.f32())
         for head in range(NUM_HEADS):
-            row = _plane_row(scores, lanes.scalar(token) * NUM_HEADS + head, facts.columns)
+            row = _plane_row(scores, lanes.scalar(token) * NUM_HEADS + head, plane.columns)
 
             def one(at: Lane, row: Words = row) -> tuple[()]:
                 (row + at).store(lowest)
                 return ()
 
-            lanes.loop(first, int32(facts.columns), 32, (), one)
+            lanes.loop(first, int32(plane.columns), 32, (), one)
 
     fill(scores, token, column)
 
@@ -178,44 +202,46 @@ def fill_hidden(
 # ---- parts of the inline code: each emits the program of one CUDA thread ----
 
 
-class _Place:
+class Place:
     """Where this thread's data lies, see the module's text."""
 
     def __init__(self) -> None:
-        thread = lanes.thread() & 127
-        lane = thread & 31
+        self.thread = lanes.thread() & 127
+        lane = self.thread & 31
         self.quad = lane & 3
-        self.first_row = (thread >> 5) * 16 + (lane >> 2)  # of (m, i) = (0, 0)
+        self.first_row = (self.thread >> 5) * 16 + (lane >> 2)  # of (m, i) = (0, 0)
 
     def row(self) -> Lane:
         """The row whose maxima this lane ends with."""
         return self.first_row + (self.quad >> 1) * 64 + (self.quad & 1) * 8
 
 
+def row_maxima(
+    place: Place, products: Any, causal: Sequence[Lane], pages: StepPages
+) -> list[Lane]:
+    """The page maxima of this lane's row; NaN where all of a page's products are NaN.
+
+    `causal` is empty (all keys visible) or the three scalars of `Causal`.
+    """
+    limits = _causal_limits(place, *causal, pages) if causal else None
+    tiles = products.registers.reshape(ROWS // 64, pages.count, pages.rows // 8, 2)
+    best = [
+        [_page_maximum(tiles[q // 2, g, :, q % 2], limits and limits[q][g]) for g in range(pages.count)]
+        for q in range(4)
+    ]
+    return _row_per_lane(place, best)
+
+
 def _causal_limits(
-    place: _Place, position: Lane, keys: Lane, first_key: Lane, facts: ScoreStore
+    place: Place, position: Lane, keys: Lane, first_key: Lane, pages: StepPages
 ) -> list[list[Lane]]:
     """Per (m, i) and page: this lane's column 8 n + e of a page is visible below the limit."""
     limits = []
     for step in (0, 8, 64, 72):
         token = (place.first_row + step) >> 2
         room = _seen(position + token, keys) - first_key - place.quad * 2
-        limits.append([room - g * facts.page_size for g in range(facts.pages)])
+        limits.append([room - g * pages.size for g in range(pages.count)])
     return limits
-
-
-def _page_maxima(
-    products: Any, limits: list[list[Lane]] | None, facts: ScoreStore
-) -> list[list[Lane]]:
-    """Maxima of this lane's columns, per (m, i) and page; NaN only where all are NaN."""
-    tiles = products.registers.reshape(ROWS // 64, facts.pages, facts.page_rows // 8, 2)
-    return [
-        [
-            _page_maximum(tiles[q // 2, g, :, q % 2], limits and limits[q][g])
-            for g in range(facts.pages)
-        ]
-        for q in range(4)
-    ]
 
 
 def _page_maximum(pairs: Any, limit: Lane | None) -> Lane:
@@ -231,7 +257,7 @@ def _page_maximum(pairs: Any, limit: Lane | None) -> Lane:
     return values[0]
 
 
-def _row_per_lane(place: _Place, best: list[list[Lane]]) -> list[Lane]:
+def _row_per_lane(place: Place, best: list[list[Lane]]) -> list[Lane]:
     """Finishes the maxima over the four lanes of a row; lane q keeps those of (m, i) = q."""
     high, odd = place.quad >= 2, (place.quad & 1).ne(0)
     even_rows, odd_rows = (

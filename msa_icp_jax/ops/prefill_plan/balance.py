@@ -9,7 +9,8 @@ persistent grid. So long and short segments, prefix hits, causal triangles and z
 all end at the same time, and a long tile is shared by as many CTAs as it takes.
 
 A column of the score plane is the maximum over one page alone, and no page lies in two units, so
-the parts of a split tile need no reduction.
+the parts of a split tile need no reduction. Where each part leaves a result of its own to be joined
+later (the Top16 of its columns), a tile's parts have consecutive *slots*.
 """
 
 from __future__ import annotations
@@ -33,14 +34,17 @@ SEGMENT = 3  # row of the block table
 POSITION = 4  # position of the first of the 64 rows, were it in the segment; may be negative
 KEYS = 5  # keys of the segment
 SCORED = 6  # positions that the tile's last token sees
-TILE_FIELDS = 8  # the last one is not used; a tile is one 32-byte sector of memory
+FIRST_SLOT = 7  # slot of the tile's first part
+PARTS = 8  # CTAs that share the tile
+TILE_FIELDS = 9
 
 # Fields of a CTA's range; a copy of its first tile follows them.
 RANGE_TILE = 0  # first tile it has a part of
 RANGE_TILES = 1  # tiles it has a part of
 RANGE_BEGIN = 2  # unit of the first tile where its part begins
 RANGE_END = 3  # unit of the last tile where its part ends
-RANGE_FIELDS = 4
+RANGE_SLOT = 4  # slot of its first part; the next parts have the next slots
+RANGE_FIELDS = 5
 
 # Loading a tile's queries and masking its last keys costs as much as some of a unit's keys.
 _UNIT_COST, _TILE_COST = 4, 3
@@ -51,15 +55,20 @@ class PrefillWork(NamedTuple):
 
     Attributes:
       ranges: int32 [ctas, RANGE_FIELDS + TILE_FIELDS].
-      tiles: int32 [ceil(total_q / 64) + B, TILE_FIELDS]; the unused tail is never reached.
-      scored: int32 [max(total_q, 1)], SCORED of each query row's tile, 0 for padding rows.
+      tiles: int32 [n = ceil(total_q / 64) + B, TILE_FIELDS]; the unused tail is never reached.
+      tile_of: int32 [max(total_q, 1)], the tile of each query row, -1 for rows of no segment.
       hidden: float8_e4m3fn [128, 128], NaN keys, loaded in place of pages that cannot be read.
     """
 
     ranges: jax.Array
     tiles: jax.Array
-    scored: jax.Array
+    tile_of: jax.Array
     hidden: jax.Array
+
+    @property
+    def slots(self) -> int:
+        """Parts of tiles there can be."""
+        return self.tiles.shape[0] + self.ranges.shape[0]
 
 
 def prefill_work(plan: MSAIcpScorePlan, ctas: int) -> PrefillWork:
@@ -67,26 +76,34 @@ def prefill_work(plan: MSAIcpScorePlan, ctas: int) -> PrefillWork:
 
     It depends on neither rank nor page size nor world size, so all layers of a step share it.
     """
-    tiles = _tiles(plan)
-    ranges = _equal_ranges(cdiv(tiles[:, SCORED], UNIT_POSITIONS), ctas)
+    first, running = _tile_counts(plan)
+    tiles = _tiles(plan, first, running)
+    ranges, slots = _equal_ranges(cdiv(tiles[:, SCORED], UNIT_POSITIONS), ctas)
+    tiles = jnp.concatenate([tiles, slots], axis=1)
     return PrefillWork(
         ranges=jnp.concatenate([ranges, tiles[ranges[:, RANGE_TILE]]], axis=1),
         tiles=tiles,
-        scored=_scored_positions(plan),
+        tile_of=_tile_of_rows(plan, first, running),
         hidden=jnp.full((HEAD_DIM, HEAD_DIM), jnp.nan, jnp.float8_e4m3fn),
     )
 
 
-def _tiles(plan: MSAIcpScorePlan) -> jax.Array:
-    """All tiles, segment by segment, then rows of zeros."""
-    starts, ends = plan.qo_starts, plan.qo_starts + plan.qo_lens
-    first = starts // TILE_TOKENS
-    count = jnp.where(plan.qo_lens > 0, cdiv(ends, TILE_TOKENS) - first, 0)
-    running = jnp.cumsum(count, dtype=jnp.int32)
+def _tile_counts(plan: MSAIcpScorePlan) -> tuple[jax.Array, jax.Array]:
+    """Per segment: the 64-row stretch of its first tile, and the tiles up to its last one."""
+    first = plan.qo_starts // TILE_TOKENS
+    count = jnp.where(
+        plan.qo_lens > 0, cdiv(plan.qo_starts + plan.qo_lens, TILE_TOKENS) - first, 0
+    )
+    return first, jnp.cumsum(count, dtype=jnp.int32)
 
+
+def _tiles(plan: MSAIcpScorePlan, first: jax.Array, running: jax.Array) -> jax.Array:
+    """All tiles up to SCORED, segment by segment, then rows of zeros."""
+    starts, ends = plan.qo_starts, plan.qo_starts + plan.qo_lens
     index = jnp.arange(cdiv(plan.total_q, TILE_TOKENS) + plan.num_segments, dtype=jnp.int32)
     segment = _segment_of(running, index)
-    tile = first[segment] + index - (running - count)[segment]
+    before = jnp.where(segment > 0, running[segment - 1], 0)
+    tile = first[segment] + index - before
     begin = jnp.maximum(starts[segment], tile * TILE_TOKENS)
     end = jnp.minimum(ends[segment], (tile + 1) * TILE_TOKENS)
     position = plan.qo_offset[segment] + tile * TILE_TOKENS - starts[segment]
@@ -100,13 +117,15 @@ def _tiles(plan: MSAIcpScorePlan) -> jax.Array:
         KEYS: keys,
         SCORED: jnp.clip(position + end - tile * TILE_TOKENS, 0, keys),
     }
-    unused = jnp.zeros_like(tile)
-    table = jnp.stack([fields.get(i, unused) for i in range(TILE_FIELDS)], axis=1)
+    table = jnp.stack([fields[i] for i in range(FIRST_SLOT)], axis=1)
     return jnp.where((index < running[-1])[:, None], table, 0)
 
 
-def _equal_ranges(units: jax.Array, ctas: int) -> jax.Array:
-    """Cuts tiles of `units` [n] into `ctas` ranges [ctas, RANGE_FIELDS] of equal cost."""
+def _equal_ranges(units: jax.Array, ctas: int) -> tuple[jax.Array, jax.Array]:
+    """Cuts tiles of `units` [n] into ranges of equal cost.
+
+    Returns the ranges [ctas, RANGE_FIELDS] and the tiles' (FIRST_SLOT, PARTS) [n, 2].
+    """
     cost = jnp.where(units > 0, units * _UNIT_COST + _TILE_COST, 0)
     cost_end = jnp.cumsum(cost, dtype=jnp.int32)
     unit_end = jnp.cumsum(units, dtype=jnp.int32)
@@ -123,25 +142,33 @@ def _equal_ranges(units: jax.Array, ctas: int) -> jax.Array:
 
     begin, end = bound[:-1], bound[1:]
     first = jnp.minimum(_count_up_to(unit_end, begin), units.shape[0] - 1)
-    last = _count_up_to(unit_end, end - 1)
+    last = jnp.minimum(_count_up_to(unit_end, end - 1), units.shape[0] - 1)
+    works = end > begin
+    # The CTAs that have work, numbered; tile + CTA is a number that no two parts have in common.
+    number = jnp.cumsum(works, dtype=jnp.int32) - works
     fields = {
         RANGE_TILE: first,
-        RANGE_TILES: jnp.where(end > begin, last - first + 1, 0),
+        RANGE_TILES: jnp.where(works, last - first + 1, 0),
         RANGE_BEGIN: begin - unit_start[first],
-        RANGE_END: end - unit_start[jnp.minimum(last, units.shape[0] - 1)],
+        RANGE_END: end - unit_start[last],
+        RANGE_SLOT: first + number,
     }
-    return jnp.stack([fields[i] for i in range(RANGE_FIELDS)], axis=1)
+    ranges = jnp.stack([fields[i] for i in range(RANGE_FIELDS)], axis=1)
+
+    opener = number[jnp.minimum(_count_up_to(end, unit_start), ctas - 1)]
+    closer = number[jnp.minimum(_count_up_to(end, unit_end - 1), ctas - 1)]
+    slot = jnp.arange(units.shape[0], dtype=jnp.int32) + opener
+    return ranges, jnp.stack([slot, jnp.where(units > 0, closer - opener + 1, 0)], axis=1)
 
 
-def _scored_positions(plan: MSAIcpScorePlan) -> jax.Array:
-    """SCORED of the tile that each query row lies in; 0 for rows of no segment."""
+def _tile_of_rows(plan: MSAIcpScorePlan, first: jax.Array, running: jax.Array) -> jax.Array:
+    """The tile of each query row, -1 for rows of no segment."""
     row = jnp.arange(max(plan.total_q, 1), dtype=jnp.int32)
     ends = plan.qo_starts + plan.qo_lens
     segment = _segment_of(ends, row)
-    start, end = plan.qo_starts[segment], ends[segment]
-    last = jnp.minimum(end, (row // TILE_TOKENS + 1) * TILE_TOKENS) - 1
-    seen = jnp.clip(plan.qo_offset[segment] + last - start + 1, 0, plan.kv_lens[segment])
-    return jnp.where((row >= start) & (row < end), seen, 0)
+    before = jnp.where(segment > 0, running[segment - 1], 0)
+    inside = (row >= plan.qo_starts[segment]) & (row < ends[segment])
+    return jnp.where(inside, before + row // TILE_TOKENS - first[segment], -1)
 
 
 def _segment_of(ends: jax.Array, index: jax.Array) -> jax.Array:

@@ -9,6 +9,9 @@ each other by themselves, one multiplies while the other takes maxima.
 
 Keys that do not exist (bad page ids, pages past the segment or the table) arrive as NaN, which a
 maximum skips; positions are compared only in the steps that reach past the first token's position.
+
+What becomes of the maxima is a sink's business: `_PlaneSink` stores them, `_ListSink` keeps the
+Top16 of every row.
 """
 
 from __future__ import annotations
@@ -24,18 +27,32 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, cdiv, round_up, rows_per_page
-from msa_icp_jax.ops._mosaic import launch
+from msa_icp_jax.geometry import (
+    HEAD_DIM,
+    MAX_BLOCKS,
+    NUM_HEADS,
+    TOPK,
+    cdiv,
+    column_offset,
+    column_scale,
+    round_up,
+    rows_per_page,
+)
+from msa_icp_jax.ops._mosaic import launch, prefill_top16
 from msa_icp_jax.ops._mosaic.launch import CTA, WARPGROUP, Target
 from msa_icp_jax.ops._mosaic.prefill_pieces import (
     KEYS,
     ROWS,
-    ScoreStore,
+    Causal,
+    Plane,
+    StepPages,
     fill_hidden,
     store_maxima,
 )
+from msa_icp_jax.ops._mosaic.prefill_top16 import LIST_WORDS, Joined, Selection
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan.balance import TILE_TOKENS, UNIT_POSITIONS
+from msa_icp_jax.rows import ROW_WORDS
 
 _STAGES = 8  # key steps in flight
 _CONSUMERS = 2
@@ -67,7 +84,7 @@ def prefill_scores(
       q: float8_e4m3fn [T, 4, 128].
       k: float8_e4m3fn [pages, rows, 128]; this rank's rows of a page start at `row_offset`.
       block_table: int32 [B, width].
-      plan: the window's segments, with total_q = T.
+      plan: the window's segments, with total_q <= T.
       max_score: float32 [>= T, 4, K].
       rank: int or traced int32 scalar.
       world_size, page_size, row_offset, sm_scale, initialize, enable_pdl: as in the contract.
@@ -76,30 +93,99 @@ def prefill_scores(
     """
     del precision  # for now
     work = balance.prefill_work(plan, target.sms)
-    rows = round_up(q.shape[0], TILE_TOKENS) * NUM_HEADS
-    query = q.reshape(-1, HEAD_DIM)
-    if rows != query.shape[0]:
-        query = jnp.pad(query, ((0, rows - query.shape[0]), (0, 0)))
+    steps = _Steps(world_size, page_size, row_offset, q.shape[0], max_score.shape[2])
+    plane = Plane(steps.step_pages, steps.columns, sm_scale, initialize)
     scores = jax.new_ref(max_score)
-    columns = max_score.shape[2]
-    kernel = functools.partial(
-        _kernel,
-        steps=_Steps(world_size, page_size, row_offset, q.shape[0], columns),
-        facts=ScoreStore(
-            rows_per_page(world_size, page_size), page_size, columns, sm_scale, initialize
-        ),
+    _run(
+        "prefill_scores",
+        functools.partial(_PlaneSink, steps, plane, target),
+        q,
+        k,
+        block_table,
+        work,
+        rank,
+        (work.tile_of, scores),
+        steps=steps,
         pdl=enable_pdl,
         target=target,
     )
-    launch.launch(
-        kernel,
-        name="prefill_scores",
-        target=target,
-        grid=(target.sms,),
-        warpgroups=_CONSUMERS + 1,
-        scratch_types=_scratch(KEYS // rows_per_page(world_size, page_size)),
-    )(query, k, block_table, *work, jnp.asarray(rank, jnp.int32).reshape(1), scores)
     return jax.freeze(scores)
+
+
+def prefill_rows(
+    q: jax.Array,
+    k: jax.Array,
+    block_table: jax.Array,
+    plan: MSAIcpScorePlan,
+    num_valid_pages: jax.Array,
+    carrier: jax.Array,
+    *,
+    rank: Any,
+    world_size: int,
+    page_size: int,
+    row_offset: int,
+    force_begin_blocks: int,
+    force_end_blocks: int,
+    precision: str,
+    enable_pdl: bool,
+    target: Target,
+) -> jax.Array:
+    """Candidate rows of a window, written into `carrier`, without a score plane.
+
+    The scorer keeps the Top16 of every row's columns; a second kernel joins the lists of tiles that
+    several CTAs shared and writes the rows.
+
+    Args:
+      num_valid_pages: int32 [T].
+      carrier: int32 [4, >= T, 33].
+      force_begin_blocks, force_end_blocks: forced blocks at both ends of the visible ones.
+      q, k, block_table, plan, rank, world_size, page_size, row_offset, precision, enable_pdl,
+        target: as in `prefill_scores`.
+    """
+    del precision  # for now
+    work = balance.prefill_work(plan, target.sms)
+    scale = column_scale(page_size)
+    steps = _Steps(world_size, page_size, row_offset, q.shape[0], MAX_BLOCKS // scale)
+    facts = Selection(
+        steps.step_pages, steps.tokens, scale, force_begin_blocks, force_end_blocks, target.interpret
+    )
+    lists, forced = _run(
+        "prefill_lists",
+        functools.partial(_ListSink, facts),
+        q,
+        k,
+        block_table,
+        work,
+        rank,
+        (num_valid_pages,),
+        steps=steps,
+        pdl=enable_pdl,
+        target=target,
+        out_type=(
+            jax.ShapeDtypeStruct((work.slots, _CONSUMERS, LIST_WORDS, ROWS), jnp.int32),
+            jax.ShapeDtypeStruct((TOPK, facts.padded_rows), jnp.float32),
+        ),
+        scratch=dict(
+            queues=plgpu.SMEM((_CONSUMERS, *prefill_top16.QUEUE_SHAPE), jnp.int32),
+        ),
+    )
+    rows = jax.new_ref(carrier)
+    launch.launch(
+        functools.partial(_finish_kernel, facts=facts, pdl=enable_pdl),
+        name="prefill_rows",
+        target=target,
+        grid=(facts.padded_rows // ROWS,),
+        scratch_types=dict(stage=plgpu.SMEM((ROWS * ROW_WORDS,), jnp.int32)),
+    )(
+        work.tiles,
+        work.tile_of,
+        lists,
+        forced,
+        num_valid_pages,
+        _rank_scalars(rank, steps),
+        rows,
+    )
+    return jax.freeze(rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +195,7 @@ class _Steps:
     Attributes:
       world_size, page_size, row_offset: the shard layout.
       tokens: query tokens T.
-      columns: columns of the score plane.
+      columns: columns that are scored at most.
     """
 
     world_size: int
@@ -117,6 +203,10 @@ class _Steps:
     row_offset: int
     tokens: int
     columns: int
+
+    @property
+    def step_pages(self) -> StepPages:
+        return StepPages(self.rows, self.page_size)
 
     @property
     def rows(self) -> int:
@@ -132,6 +222,119 @@ class _Steps:
     def positions(self) -> int:
         """Positions of a step, those on other ranks included."""
         return KEYS * self.world_size
+
+
+def _rank_scalars(rank: Any, steps: _Steps) -> jax.Array:
+    """int32 [2]: the rank and the block of its column 0, operands so that ranks share a kernel."""
+    rank = jnp.asarray(rank, jnp.int32)
+    offset = column_offset(rank, steps.world_size, steps.page_size)
+    return jnp.stack([rank, jnp.asarray(offset, jnp.int32)])
+
+
+class _Ring(NamedTuple):
+    """Shared memory between the producer and the consumers."""
+
+    queries: Any
+    keys: Any
+    queries_full: Any
+    queries_free: Any
+    keys_full: Any
+    keys_free: Any
+
+    @staticmethod
+    def types(pages: int) -> _Ring:
+        fp8 = jnp.float8_e4m3fn
+        layout = (plgpu.TilingTransform((8, HEAD_DIM)), plgpu.SwizzleTransform(HEAD_DIM))
+        return _Ring(
+            queries=plgpu.SMEM((2, _CONSUMERS, ROWS, HEAD_DIM), fp8, transforms=layout),
+            keys=plgpu.SMEM((_STAGES, KEYS, HEAD_DIM), fp8, transforms=layout),
+            queries_full=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2),
+            queries_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2),
+            keys_full=plgpu.Barrier(num_arrivals=pages, num_barriers=_STAGES),
+            keys_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_STAGES),
+        )
+
+
+def _run(
+    name: str,
+    make_sink: Callable[..., Any],
+    q: jax.Array,
+    k: jax.Array,
+    block_table: jax.Array,
+    work: balance.PrefillWork,
+    rank: Any,
+    more: tuple[Any, ...],
+    *,
+    steps: _Steps,
+    pdl: bool,
+    target: Target,
+    out_type: Any = (),
+    scratch: dict[str, Any] | None = None,
+) -> Any:
+    """Launches the scorer. `make_sink` gets the refs of `more` and the outputs, and the scratch."""
+    query = q.reshape(-1, HEAD_DIM)
+    padding = round_up(steps.tokens, TILE_TOKENS) * NUM_HEADS - query.shape[0]
+    if padding:
+        query = jnp.pad(query, ((0, padding), (0, 0)))
+    return launch.launch(
+        functools.partial(_kernel, make_sink=make_sink, steps=steps, pdl=pdl, target=target),
+        name=name,
+        target=target,
+        grid=(target.sms,),
+        warpgroups=_CONSUMERS + 1,
+        out_type=out_type,
+        scratch_types=dict(ring=_Ring.types(steps.pages), **(scratch or {})),
+    )(
+        query,
+        k,
+        block_table,
+        work.ranges,
+        work.tiles,
+        work.hidden,
+        _rank_scalars(rank, steps),
+        *more,
+    )
+
+
+def _kernel(
+    query: Any,
+    k: Any,
+    block_table: Any,
+    ranges: Any,
+    tiles: Any,
+    hidden: Any,
+    scalars: Any,
+    *sink_refs: Any,
+    make_sink: Callable[..., Any],
+    steps: _Steps,
+    pdl: bool,
+    target: Target,
+    ring: _Ring,
+    **sink_scratch: Any,
+) -> None:
+    if pdl and not target.interpret:
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
+    work = _Range.load(ranges, tiles)
+    sink = make_sink(work, scalars, *sink_refs, **sink_scratch)
+    warpgroup = lax.axis_index(WARPGROUP)
+
+    @pl.when(warpgroup < _CONSUMERS)
+    def _() -> None:
+        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+        _consume(work, ring, sink, scalars[0], steps)
+
+    @pl.when(warpgroup == _CONSUMERS)
+    def _() -> None:
+        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+
+        @plgpu.warp_map
+        def _(warp: Any) -> None:
+            @pl.when(warp == 0)
+            def _() -> None:
+                _produce(work, ring, query, k, block_table, hidden, steps)
+
+            sink.run_aside(warp - 1)
 
 
 class _Piece(NamedTuple):
@@ -160,6 +363,7 @@ class _Range(NamedTuple):
     count: Any
     begin: Any
     end: Any
+    slot: Any
 
     @staticmethod
     def load(ranges: Any, tiles: Any) -> _Range:
@@ -171,6 +375,7 @@ class _Range(NamedTuple):
             ranges[row, balance.RANGE_TILES],
             ranges[row, balance.RANGE_BEGIN],
             ranges[row, balance.RANGE_END],
+            ranges[row, balance.RANGE_SLOT],
         )
 
     def first_piece(self, steps: _Steps) -> _Piece:
@@ -201,78 +406,14 @@ class _Range(NamedTuple):
         )
 
 
-def _scratch(pages: int) -> dict[str, Any]:
-    fp8 = jnp.float8_e4m3fn
-    layout = (plgpu.TilingTransform((8, HEAD_DIM)), plgpu.SwizzleTransform(HEAD_DIM))
-    return dict(
-        queries=plgpu.SMEM((2, _CONSUMERS, ROWS, HEAD_DIM), fp8, transforms=layout),
-        keys=plgpu.SMEM((_STAGES, KEYS, HEAD_DIM), fp8, transforms=layout),
-        queries_full=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2),
-        queries_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2),
-        keys_full=plgpu.Barrier(num_arrivals=pages, num_barriers=_STAGES),
-        keys_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_STAGES),
-    )
-
-
-def _kernel(
-    query: Any,
-    k: Any,
-    block_table: Any,
-    ranges: Any,
-    tiles: Any,
-    scored: Any,
-    hidden: Any,
-    rank: Any,
-    scores: Any,
-    *,
-    steps: _Steps,
-    facts: ScoreStore,
-    pdl: bool,
-    target: Target,
-    **shared: Any,
-) -> None:
-    if pdl and not target.interpret:
-        plgpu.griddepcontrol_launch_dependents()
-        plgpu.griddepcontrol_wait()
-    work = _Range.load(ranges, tiles)
-    warpgroup = lax.axis_index(WARPGROUP)
-
-    @pl.when(warpgroup < _CONSUMERS)
-    def _() -> None:
-        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-        _consume(work, rank[0], scores, steps, facts, target, **shared)
-
-    @pl.when(warpgroup == _CONSUMERS)
-    def _() -> None:
-        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-
-        @plgpu.warp_map
-        def _(warp: Any) -> None:
-            @pl.when(warp == 0)
-            def _() -> None:
-                _produce(work, query, k, block_table, hidden, steps, **shared)
-
-            if facts.initialize:
-
-                @pl.when(warp > 0)
-                def _() -> None:
-                    _fill(warp - 1, scored, scores, steps, facts, target)
-
-
 def _produce(
     work: _Range,
+    ring: _Ring,
     query: Any,
     k: Any,
     block_table: Any,
     hidden: Any,
     steps: _Steps,
-    *,
-    queries: Any,
-    keys: Any,
-    queries_full: Any,
-    queries_free: Any,
-    keys_full: Any,
-    keys_free: Any,
 ) -> None:
     """One warp: keeps queries and keys coming."""
     num_pages, width = k.shape[0], block_table.shape[1]
@@ -301,19 +442,20 @@ def _produce(
         following = work.piece(index + 1, steps)
         ids = page_ids(piece, piece.begin)
         slot = lax.rem(index, 2)
-        _wait_free(queries_free.at[slot], index >= 2)
+        _wait_free(ring.queries_free.at[slot], index >= 2)
         for half in range(_CONSUMERS):
             rows = pl.ds(piece.tile * _TILE_ROWS + half * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(query.at[rows], queries.at[slot, half], queries_full.at[slot])
+            place = ring.queries.at[slot, half]
+            plgpu.copy_gmem_to_smem(query.at[rows], place, ring.queries_full.at[slot])
 
         def one_step(step: Any, carry: Any) -> Any:
             loaded, ids = carry
             next_ids = page_ids(piece, step + 1)  # under way while this step is copied
             slot = lax.rem(loaded, _STAGES)
-            _wait_free(keys_free.at[slot], loaded >= _STAGES)
+            _wait_free(ring.keys_free.at[slot], loaded >= _STAGES)
             for g, page in enumerate(ids):
-                place = keys.at[slot, pl.ds(g * steps.rows, steps.rows)]
-                load_page(page, place, keys_full.at[slot])
+                place = ring.keys.at[slot, pl.ds(g * steps.rows, steps.rows)]
+                load_page(page, place, ring.keys_full.at[slot])
             return loaded + 1, next_ids
 
         loaded, _ = lax.fori_loop(piece.begin, piece.end, one_step, (loaded, ids))
@@ -325,11 +467,11 @@ def _produce(
     # Every phase of a barrier is waited for, the last ones too.
     @pl.loop(jnp.maximum(work.count - 2, 0), work.count)
     def _(index: Any) -> None:
-        plgpu.barrier_wait(queries_free.at[lax.rem(index, 2)])
+        plgpu.barrier_wait(ring.queries_free.at[lax.rem(index, 2)])
 
     @pl.loop(jnp.maximum(loaded - _STAGES, 0), loaded)
     def _(step: Any) -> None:
-        plgpu.barrier_wait(keys_free.at[lax.rem(step, _STAGES)])
+        plgpu.barrier_wait(ring.keys_free.at[lax.rem(step, _STAGES)])
 
 
 def _wait_free(barrier: Any, used: Any) -> None:
@@ -338,88 +480,205 @@ def _wait_free(barrier: Any, used: Any) -> None:
         plgpu.barrier_wait(barrier)
 
 
-def _consume(
-    work: _Range,
-    rank: Any,
-    scores: Any,
-    steps: _Steps,
-    facts: ScoreStore,
-    target: Target,
-    *,
-    queries: Any,
-    keys: Any,
-    queries_full: Any,
-    queries_free: Any,
-    keys_full: Any,
-    keys_free: Any,
-) -> None:
+class _Rows(NamedTuple):
+    """A consumer's 128 query rows (4 token + head) of a piece, as scalars.
+
+    Row 0 is query row `first`, and its token would sit at `position`; rows [begin, end) belong to
+    the piece.
+    """
+
+    half: Any
+    first: Any
+    begin: Any
+    end: Any
+    position: Any
+
+    @staticmethod
+    def of(piece: _Piece, half: Any) -> _Rows:
+        return _Rows(
+            half,
+            piece.tile * _TILE_ROWS + half * ROWS,
+            jnp.clip(piece.first_row * NUM_HEADS - half * ROWS, 0, ROWS),
+            jnp.clip(piece.end_row * NUM_HEADS - half * ROWS, 0, ROWS),
+            piece.position + half * _CONSUMER_TOKENS,
+        )
+
+    def whole_steps(self, piece: _Piece, steps: _Steps) -> Any:
+        """The step in [piece.begin, piece.end] from which on a row may not see all keys, or columns
+        may be missing."""
+        earliest = jnp.minimum(self.position + lax.div(self.begin, NUM_HEADS) + 1, piece.keys)
+        whole = lax.div(jnp.maximum(earliest, 0), steps.positions)
+        whole = jnp.minimum(whole, steps.columns // steps.pages)
+        return jnp.clip(whole, piece.begin, jnp.maximum(piece.begin, piece.end))
+
+
+def _consume(work: _Range, ring: _Ring, sink: Any, rank: Any, steps: _Steps) -> None:
     """One warpgroup: 128 query rows of every piece against all its keys."""
     half = lax.axis_index(WARPGROUP)
 
     def one_piece(index: Any, carry: Any) -> Any:
         piece, done = carry
         following = work.piece(index + 1, steps)
+        rows = _Rows.of(piece, half)
+        whole = rows.whole_steps(piece, steps)
         slot = lax.rem(index, 2)
-        first = piece.tile * _TILE_ROWS + half * ROWS
-        begin = jnp.clip(piece.first_row * NUM_HEADS - half * ROWS, 0, ROWS)
-        end = jnp.clip(piece.end_row * NUM_HEADS - half * ROWS, 0, ROWS)
-        position = piece.position + half * _CONSUMER_TOKENS
-        earliest = jnp.minimum(position + lax.div(begin, NUM_HEADS) + 1, piece.keys)
-        # Steps whose keys every row sees, and whose columns all exist.
-        whole = jnp.minimum(
-            lax.div(jnp.maximum(earliest, 0), steps.positions), steps.columns // steps.pages
-        )
-        whole = jnp.clip(whole, piece.begin, jnp.maximum(piece.begin, piece.end))
 
-        def one_step(step: Any, done: Any, causal: bool) -> Any:
+        def one_step(step: Any, carry: Any, may_hide: bool) -> Any:
+            done, state = carry
             key_slot = lax.rem(done, _STAGES)
-            plgpu.barrier_wait(keys_full.at[key_slot])
+            plgpu.barrier_wait(ring.keys_full.at[key_slot])
 
             def multiply(acc: Any) -> Any:
-                plgpu.wgmma(acc, queries.at[slot, half], keys.at[key_slot].T)
+                plgpu.wgmma(acc, ring.queries.at[slot, half], ring.keys.at[key_slot].T)
                 return acc[...]
 
             products = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS)))
-            plgpu.barrier_arrive(keys_free.at[key_slot])
+            plgpu.barrier_arrive(ring.keys_free.at[key_slot])
             key = step * steps.positions + rank * steps.rows
-            store_maxima(
-                products,
-                scores,
-                (first, begin, end),
-                step * steps.pages,
-                (position, piece.keys, key) if causal else None,
-                facts,
-                target.interpret,
-            )
-            return done + 1
+            causal = Causal(rows.position, piece.keys, key) if may_hide else None
+            return done + 1, sink.take(products, state, rows, step * steps.pages, causal)
 
-        plgpu.barrier_wait(queries_full.at[slot])
-        done = lax.fori_loop(
-            piece.begin, whole, functools.partial(one_step, causal=False), done
+        state = sink.start(rows)
+        plgpu.barrier_wait(ring.queries_full.at[slot])
+        carry = lax.fori_loop(
+            piece.begin, whole, functools.partial(one_step, may_hide=False), (done, state)
         )
-        done = lax.fori_loop(whole, piece.end, functools.partial(one_step, causal=True), done)
-        plgpu.barrier_arrive(queries_free.at[slot])
+        done, state = lax.fori_loop(
+            whole, piece.end, functools.partial(one_step, may_hide=True), carry
+        )
+        plgpu.barrier_arrive(ring.queries_free.at[slot])
+        sink.finish(state, rows, index)
         return following, done
 
     lax.fori_loop(0, work.count, one_piece, (work.first_piece(steps), jnp.int32(0)))
 
 
-def _fill(
-    warp: Any, scored: Any, scores: Any, steps: _Steps, facts: ScoreStore, target: Target
-) -> None:
-    """One of three warps: -inf into the columns that no piece writes, of every grid-th token."""
-    stride = 3 * target.sms
-    listed = scored.shape[0]
+class _PlaneSink:
+    """Stores the maxima to the score plane."""
 
-    @pl.loop(0, cdiv(steps.tokens, stride))
-    def _(turn: Any) -> None:
-        token = turn * stride + warp * target.sms + lax.axis_index(CTA)
+    def __init__(
+        self,
+        steps: _Steps,
+        plane: Plane,
+        target: Target,
+        work: _Range,
+        scalars: Any,
+        tile_of: Any,
+        scores: Any,
+    ) -> None:
+        del scalars
+        self.steps, self.plane, self.target = steps, plane, target
+        self.tiles, self.tile_of, self.scores = work.tiles, tile_of, scores
 
-        @pl.when(token < steps.tokens)
+    def start(self, rows: _Rows) -> tuple[()]:
+        return ()
+
+    def take(
+        self, products: jax.Array, state: tuple[()], rows: _Rows, column: Any, causal: Causal | None
+    ) -> tuple[()]:
+        store_maxima(
+            products,
+            self.scores,
+            (rows.first, rows.begin, rows.end),
+            column,
+            causal,
+            self.plane,
+            self.target.interpret,
+        )
+        return ()
+
+    def finish(self, state: tuple[()], rows: _Rows, index: Any) -> None:
+        pass
+
+    def run_aside(self, warp: Any) -> None:
+        """The three idle warps: -inf into the columns that no piece writes, a token at a time."""
+        if not self.plane.initialize:
+            return
+        stride = 3 * self.target.sms
+
+        @pl.when(warp >= 0)
         def _() -> None:
-            done = jnp.where(token < listed, scored[jnp.minimum(token, listed - 1)], 0)
-            column = _cdiv(done, steps.positions) * steps.pages
-            fill_hidden(scores, token, column, facts, target.interpret)
+            @pl.loop(0, cdiv(self.steps.tokens, stride))
+            def _(turn: Any) -> None:
+                token = turn * stride + warp * self.target.sms + lax.axis_index(CTA)
+
+                @pl.when(token < self.steps.tokens)
+                def _() -> None:
+                    column = self._scored_columns(token)
+                    fill_hidden(self.scores, token, column, self.plane, self.target.interpret)
+
+    def _scored_columns(self, token: Any) -> Any:
+        """Columns of a token that the consumers write."""
+        listed = self.tile_of.shape[0]
+        tile = jnp.where(token < listed, self.tile_of[jnp.minimum(token, listed - 1)], -1)
+        scored = jnp.where(tile >= 0, self.tiles[jnp.maximum(tile, 0), balance.SCORED], 0)
+        return _cdiv(scored, self.steps.positions) * self.steps.pages
+
+
+class _ListSink:
+    """Keeps the Top16 of every row and leaves it in the slot of the piece."""
+
+    def __init__(
+        self,
+        facts: Selection,
+        work: _Range,
+        scalars: Any,
+        counts: Any,
+        lists: Any,
+        forced: Any,
+        *,
+        queues: Any,
+    ) -> None:
+        self.facts, self.slot, self.offset = facts, work.slot, scalars[1]
+        self.counts, self.lists, self.forced, self.queues = counts, lists, forced, queues
+
+    def start(self, rows: _Rows) -> Any:
+        bounds = prefill_top16.row_bounds(
+            self.counts,
+            self.offset,
+            lax.div(rows.first, NUM_HEADS),
+            rows.begin,
+            rows.end,
+            self.facts,
+        )
+        return prefill_top16.nothing_yet(self.facts), bounds
+
+    def take(
+        self, products: jax.Array, state: Any, rows: _Rows, column: Any, causal: Causal | None
+    ) -> Any:
+        best, bounds = state
+        queues = self.queues.at[rows.half]
+        best = prefill_top16.push(
+            products, best, bounds, queues, self.forced, rows.first, column, causal, self.facts
+        )
+        return best, bounds
+
+    def finish(self, state: Any, rows: _Rows, index: Any) -> None:
+        target = self.lists.at[self.slot + index, rows.half]
+        prefill_top16.publish(state[0], self.queues.at[rows.half], target, self.facts)
+
+    def run_aside(self, warp: Any) -> None:
+        pass
+
+
+def _finish_kernel(
+    tiles: Any,
+    tile_of: Any,
+    lists: Any,
+    forced: Any,
+    counts: Any,
+    scalars: Any,
+    rows: Any,
+    *,
+    stage: Any,
+    facts: Selection,
+    pdl: bool,
+) -> None:
+    if pdl and not facts.interpret:
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
+    refs = Joined(tiles, tile_of, lists, forced, counts)
+    prefill_top16.finish_rows(refs, rows, stage, scalars[1], lax.axis_index(CTA), facts)
 
 
 def _cdiv(a: Any, b: int) -> Any:
