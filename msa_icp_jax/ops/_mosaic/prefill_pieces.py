@@ -145,9 +145,7 @@ def _store_maxima_inline(
     pages = plane.pages
     scalars = (*rows, column, *(causal or ()))
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), *[_SCALAR] * len(scalars))
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), *[_SCALAR] * len(scalars)))
     def store(_: Any, products: Any, scores: Any, *scalars: Any) -> None:
         first, begin, end, column, *causal = (lanes.scalar(s) for s in scalars)
         place = Place()
@@ -216,9 +214,7 @@ class Place:
         return self.first_row + (self.quad >> 1) * 64 + (self.quad & 1) * 8
 
 
-def row_maxima(
-    place: Place, products: Any, causal: Sequence[Lane], pages: StepPages
-) -> list[Lane]:
+def row_maxima(place: Place, products: Any, causal: Sequence[Lane], pages: StepPages) -> list[Lane]:
     """The page maxima of this lane's row; NaN where all of a page's products are NaN.
 
     `causal` is empty (all keys visible) or the three scalars of `Causal`.
@@ -226,7 +222,10 @@ def row_maxima(
     limits = _causal_limits(place, *causal, pages) if causal else None
     tiles = products.registers.reshape(ROWS // 64, pages.count, pages.rows // 8, 2)
     best = [
-        [_page_maximum(tiles[q // 2, g, :, q % 2], limits and limits[q][g]) for g in range(pages.count)]
+        [
+            _page_maximum(tiles[q // 2, g, :, q % 2], limits and limits[q][g])
+            for g in range(pages.count)
+        ]
         for q in range(4)
     ]
     return _row_per_lane(place, best)

@@ -30,7 +30,17 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from msa_icp_jax.geometry import MAX_BLOCKS, NUM_HEADS, TOPK, cdiv
 from msa_icp_jax.ops._mosaic import lanes
-from msa_icp_jax.ops._mosaic.lanes import Lane, Words, f32, i32, int32, maximum, minimum, when, where
+from msa_icp_jax.ops._mosaic.lanes import (
+    Lane,
+    Words,
+    f32,
+    i32,
+    int32,
+    maximum,
+    minimum,
+    when,
+    where,
+)
 from msa_icp_jax.ops._mosaic.prefill_pieces import (
     ROWS,
     Causal,
@@ -224,12 +234,8 @@ def publish(best: Best, queues: Any, target: Any, facts: Selection) -> None:
         target[...] = jnp.concatenate([words, best.columns]).reshape(LIST_WORDS, ROWS)
         return
 
-    @plgpu.inline_mgpu(
-        arg_types=(_PER_LIST, _PER_LIST, _PER_ROW, plgpu.RefType(), plgpu.RefType())
-    )
-    def write(
-        _: Any, scores: Any, columns: Any, queued: Any, queues: Any, target: Any
-    ) -> None:
+    @plgpu.inline_mgpu(arg_types=(_PER_LIST, _PER_LIST, _PER_ROW, plgpu.RefType(), plgpu.RefType()))
+    def write(_: Any, scores: Any, columns: Any, queued: Any, queues: Any, target: Any) -> None:
         place = Place()
         mine = _List(scores, columns, queued, queues, place)
         scores, columns = mine.sorted_in()
@@ -459,9 +465,7 @@ def _columns(facts: Selection) -> int:
 class _List:
     """This thread's list and queue."""
 
-    def __init__(
-        self, scores: Any, columns: Any, queued: Any, queues: Any, place: Place
-    ) -> None:
+    def __init__(self, scores: Any, columns: Any, queued: Any, queues: Any, place: Place) -> None:
         self.scores, self.columns = _elements(scores), _elements(columns)
         self.queued = _elements(queued)[0]
         self.place = Words.of(queues) + place.thread * 2
@@ -605,9 +609,7 @@ def _sorting_network(size: int) -> list[tuple[int, int]]:
         if 2 * step >= count:
             return [(low, low + step)]
         pairs = merge(low, count, 2 * step) + merge(low + step, count, 2 * step)
-        return pairs + [
-            (i, i + step) for i in range(low + step, low + count - step, 2 * step)
-        ]
+        return pairs + [(i, i + step) for i in range(low + step, low + count - step, 2 * step)]
 
     def sort(low: int, count: int) -> list[tuple[int, int]]:
         if count == 1:
@@ -623,9 +625,7 @@ def _store_entry(place: Words, score: Lane, column: Lane, offset: Lane, facts: S
     (place + TOPK).store(column * facts.scale + offset)
 
 
-def _store_rows(
-    stage: Words, carrier: Words, first: Lane, capacity: int, facts: Selection
-) -> None:
+def _store_rows(stage: Words, carrier: Words, first: Lane, capacity: int, facts: Selection) -> None:
     """Copies 32 tokens' rows to their four heads' places, neighbouring words together."""
     thread = lanes.thread() & (ROWS - 1)
     words = ROWS // NUM_HEADS * ROW_WORDS
@@ -668,9 +668,7 @@ def _array(elements: Any, layout: Any) -> Any:
     for i, x in enumerate(elements):
         registers[i] = llvm.insertelement(llvm.mlir_undef(vector_type), x.value, int32(0).value)
     signed = None if isinstance(elements[0].type, ir.FloatType) else True
-    return mgpu.FragmentedArray(
-        _registers=registers, _layout=layout.to_mgpu(), _is_signed=signed
-    )
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=signed)
 
 
 def _elements(array: Any) -> list[Lane]:

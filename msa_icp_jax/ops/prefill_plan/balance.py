@@ -91,9 +91,7 @@ def prefill_work(plan: MSAIcpScorePlan, ctas: int) -> PrefillWork:
 def _tile_counts(plan: MSAIcpScorePlan) -> tuple[jax.Array, jax.Array]:
     """Per segment: the 64-row stretch of its first tile, and the tiles up to its last one."""
     first = plan.qo_starts // TILE_TOKENS
-    count = jnp.where(
-        plan.qo_lens > 0, cdiv(plan.qo_starts + plan.qo_lens, TILE_TOKENS) - first, 0
-    )
+    count = jnp.where(plan.qo_lens > 0, cdiv(plan.qo_starts + plan.qo_lens, TILE_TOKENS) - first, 0)
     return first, jnp.cumsum(count, dtype=jnp.int32)
 
 

@@ -147,7 +147,12 @@ def prefill_rows(
     scale = column_scale(page_size)
     steps = _Steps(world_size, page_size, row_offset, q.shape[0], MAX_BLOCKS // scale)
     facts = Selection(
-        steps.step_pages, steps.tokens, scale, force_begin_blocks, force_end_blocks, target.interpret
+        steps.step_pages,
+        steps.tokens,
+        scale,
+        force_begin_blocks,
+        force_end_blocks,
+        target.interpret,
     )
     lists, forced = _run(
         "prefill_lists",

@@ -1,0 +1,272 @@
+"""The Hopper prefill kernels, run by the interpreter with race detection, and their work list.
+
+Small-integer data: every product sum is exact, so scores and rows are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+from msa_icp_jax.ops._mosaic.launch import Target
+from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
+from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan_device as device_plan
+from msa_icp_jax.ops.prefill_score import mosaic
+
+_PAGES = 40
+_UNTOUCHED = 7.5
+
+
+class Window(NamedTuple):
+    """Segments as (query tokens, position of the first, keys); the plan takes any of them."""
+
+    qo_lens: list[int]
+    qo_offset: list[int]
+    kv_lens: list[int]
+    tail: int = 0  # query rows of no segment
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.qo_lens) + self.tail
+
+    def plan(self) -> MSAIcpScorePlan:
+        qo, kv = (np.asarray(x, np.int32) for x in (self.qo_lens, self.kv_lens))
+        starts, key_starts = (
+            np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (qo, kv)
+        )
+        return device_plan(
+            *(jnp.asarray(x) for x in (qo, kv, starts, key_starts)),
+            jnp.asarray(self.qo_offset, jnp.int32),
+            4,
+            total_q=self.tokens,
+            max_query_len=self.tokens,
+            max_seq_len=1 << 20,
+        )
+
+    def counts(self) -> np.ndarray:
+        return oracle.prefill_num_valid_pages(self.qo_lens, self.qo_offset, self.tokens)
+
+
+class Inputs(NamedTuple):
+    query: np.ndarray
+    keys: np.ndarray  # [pages, pitch, 128]
+    table: np.ndarray
+
+
+# A prefix hit, no tokens, a whole prompt whose tiles the next segment shares, a lone late token.
+WINDOW = Window([3, 0, 70, 1], [600, 0, 0, 1799], [700, 50, 70, 1800], tail=2)
+
+
+def make_inputs(window: Window, shard: oracle.Shard, pitch: int, seed: int = 0) -> Inputs:
+    """Hostile where the contract allows it: NaN keys, bad page ids, garbage past the segments."""
+    rng = np.random.default_rng(seed)
+    query = oracle.e4m3_encode(rng.integers(-3, 4, (window.tokens, 4, 128)))
+    keys = oracle.e4m3_encode(rng.integers(-4, 5, (_PAGES, pitch, 128)))
+    keys[rng.random((_PAGES, pitch)) < 0.1, 5] = 0xFF
+    keys[3] = 0x7F  # a page of nothing but NaN
+    width = max(-(-max(window.kv_lens) // shard.page_size) - 1, 1)  # too narrow by one page
+    table = rng.permutation(_PAGES)[:width] + np.zeros((len(window.kv_lens), 1), np.int64)
+    table[:, 1::5] = rng.choice([-1, _PAGES, 2**31 - 1, -(2**31)], table[:, 1::5].shape)
+    for row, length in zip(table, window.kv_lens, strict=True):
+        row[-(-length // shard.page_size) :] = 2**31 - 1
+    return Inputs(query, keys, table.astype(np.int32))
+
+
+def reference(window: Window, inputs: Inputs, columns: int, shard: oracle.Shard, **options: Any):
+    """The oracle reads every page below the keys' end: widen the table with pages of nobody."""
+    missing = columns - inputs.table.shape[1]
+    table = np.pad(inputs.table, ((0, 0), (0, max(missing, 0))), constant_values=-1)
+    return oracle.prefill_plane(
+        inputs.query,
+        inputs.keys,
+        table,
+        window.qo_lens,
+        window.kv_lens,
+        window.qo_offset,
+        columns,
+        shard,
+        **options,
+    )
+
+
+def fp8(x: np.ndarray) -> jax.Array:
+    return jax.lax.bitcast_convert_type(jnp.asarray(x), jnp.float8_e4m3fn)
+
+
+def run(kernel: Any, *arrays: Any, rank: int, **options: Any) -> np.ndarray:
+    """Runs a kernel in the interpreter, the rank traced; any race fails."""
+    call = jax.jit(functools.partial(kernel, enable_pdl=False, **options))
+    try:
+        out = np.asarray(call(*arrays, rank=jnp.int32(rank)))
+        assert not gpu_callbacks.get_races().races_found
+        return out
+    finally:
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+SCORE_CASES = [
+    # shard, pitch, columns, sm_scale, initialize, ctas
+    pytest.param(oracle.Shard(1, 4, 128), 32, 15, 1.0, True, 5, id="w4-p128"),
+    pytest.param(oracle.Shard(2, 4, 128, 8), 48, 16, -0.5, False, 2, id="w4-p128-compound"),
+    pytest.param(oracle.Shard(1, 2, 128), 64, 4, 1.0, True, 3, id="w2-p128-few-columns"),
+    pytest.param(oracle.Shard(0, 2, 256), 128, 10, 0.25, False, 3, id="w2-p256"),
+]
+
+
+@pytest.mark.parametrize(
+    ("shard", "pitch", "columns", "sm_scale", "initialize", "ctas"), SCORE_CASES
+)
+def test_scores_are_the_contract(shard, pitch, columns, sm_scale, initialize, ctas):
+    inputs = make_inputs(WINDOW, shard, pitch)
+    before = np.full((WINDOW.tokens + 3, 4, columns), _UNTOUCHED, np.float32)
+    actual = run(
+        mosaic.prefill_scores,
+        fp8(inputs.query),
+        fp8(inputs.keys),
+        inputs.table,
+        WINDOW.plan(),
+        before,
+        rank=shard.rank,
+        world_size=shard.world_size,
+        page_size=shard.page_size,
+        row_offset=shard.row_offset,
+        sm_scale=sm_scale,
+        initialize=initialize,
+        precision="fast",
+        target=Target(ctas, interpret=True),
+    )
+    plane = reference(WINDOW, inputs, columns, shard, sm_scale=sm_scale, initialize=initialize)
+    oracle.check_scores(actual, before, plane, eps=0.0)
+
+
+ROW_CASES = [
+    # shard, pitch, forced begin and end, ctas
+    pytest.param(oracle.Shard(3, 4, 128), 32, 0, 1, 4, id="w4-p128"),
+    pytest.param(oracle.Shard(1, 2, 128, 16), 80, 2, 3, 6, id="w2-p128-compound"),
+    pytest.param(oracle.Shard(3, 4, 256), 64, 1, 2, 9, id="w4-p256"),
+]
+# More than 16 blocks, cut over several CTAs; a segment that sees fewer than its positions' blocks.
+LONG_WINDOW = Window([6, 20, 2], [5000, 300, 0], [5006, 200, 2], tail=3)
+
+
+@pytest.mark.parametrize(("shard", "pitch", "begin", "end", "ctas"), ROW_CASES)
+def test_rows_are_the_selection_of_the_scores(shard, pitch, begin, end, ctas):
+    window = LONG_WINDOW
+    inputs = make_inputs(window, shard, pitch)
+    inputs.query[window.tokens // 2] = 0  # all scores tie
+    counts = window.counts()
+    before = np.full((4, window.tokens + 2, 33), 77, np.int32)
+    actual = run(
+        mosaic.prefill_rows,
+        fp8(inputs.query),
+        fp8(inputs.keys),
+        inputs.table,
+        window.plan(),
+        counts,
+        before,
+        rank=shard.rank,
+        world_size=shard.world_size,
+        page_size=shard.page_size,
+        row_offset=shard.row_offset,
+        force_begin_blocks=begin,
+        force_end_blocks=end,
+        precision="fast",
+        target=Target(ctas, interpret=True),
+    )
+    plane = reference(window, inputs, 48, shard)
+    expected = oracle.select(
+        plane.scores.astype(np.float32),
+        counts,
+        begin,
+        end,
+        index_scale=shard.index_scale,
+        index_offset=shard.index_offset,
+    )
+    np.testing.assert_array_equal(actual[:, : window.tokens], expected)
+    assert (actual[:, window.tokens :] == 77).all()
+
+
+# ---- the work list ----
+
+
+def random_windows(count: int, segments: int, tokens: int) -> list[Window]:
+    rng = np.random.default_rng(0)
+    windows = []
+    for _ in range(count):
+        qo = rng.multinomial(rng.integers(0, tokens + 1), rng.dirichlet([0.5] * segments))
+        offset = rng.integers(-60, 4000, segments)
+        kv = np.maximum(offset + qo - (rng.random(segments) < 0.3) * 200, 0)
+        windows.append(Window(qo.tolist(), offset.tolist(), kv.tolist(), tokens - int(qo.sum())))
+    return windows
+
+
+def parts_of(work: balance.PrefillWork) -> dict[tuple[int, int], tuple[int, int]]:
+    """(tile, unit) -> (CTA, slot); every part visited as the kernel visits it."""
+    ranges, tiles = np.asarray(work.ranges), np.asarray(work.tiles)
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    slots: set[int] = set()
+    for cta, row in enumerate(ranges):
+        first, count = row[balance.RANGE_TILE], row[balance.RANGE_TILES]
+        if count:
+            np.testing.assert_array_equal(row[balance.RANGE_FIELDS :], tiles[first])
+        for i in range(count):
+            units = -(-tiles[first + i, balance.SCORED] // balance.UNIT_POSITIONS)
+            begin = row[balance.RANGE_BEGIN] if i == 0 else 0
+            end = row[balance.RANGE_END] if i == count - 1 else units
+            slot = int(row[balance.RANGE_SLOT] + i)
+            assert slot not in slots and slot < work.slots
+            slots.add(slot)
+            for unit in range(begin, end):
+                assert (first + i, unit) not in found
+                found[int(first + i), unit] = (cta, slot)
+    return found
+
+
+@pytest.mark.parametrize("ctas", [1, 7, 132])
+def test_every_unit_of_a_window_belongs_to_one_cta(ctas):
+    segments, tokens = 6, 300
+    build = jax.jit(functools.partial(balance.prefill_work, ctas=ctas))
+    for window in random_windows(25, segments, tokens):
+        work = build(window.plan())
+        tiles, tile_of = np.asarray(work.tiles), np.asarray(work.tile_of)
+        starts = np.concatenate([[0], np.cumsum(window.qo_lens)])
+        need = np.zeros(len(tiles), int)
+        for row in range(tokens):
+            if row >= starts[-1]:
+                assert tile_of[row] == -1
+                continue
+            tile = tiles[tile_of[row]]
+            b = tile[balance.SEGMENT]
+            assert starts[b] <= row < starts[b + 1]
+            assert tile[balance.TILE] == row // balance.TILE_TOKENS
+            assert tile[balance.FIRST_ROW] <= row % balance.TILE_TOKENS < tile[balance.END_ROW]
+            position = window.qo_offset[b] + row - starts[b]
+            assert tile[balance.POSITION] + row % balance.TILE_TOKENS == position
+            seen = min(max(position + 1, 0), window.kv_lens[b])
+            need[tile_of[row]] = max(need[tile_of[row]], seen)
+        np.testing.assert_array_equal(tiles[:, balance.SCORED], need)
+
+        parts = parts_of(work)
+        units = -(-need // balance.UNIT_POSITIONS)
+        assert set(parts) == {(i, u) for i, n in enumerate(units) for u in range(n)}
+        for i, count in enumerate(units):
+            slots = [parts[i, u][1] for u in range(count)]
+            first = tiles[i, balance.FIRST_SLOT]
+            assert slots == sorted(slots)
+            assert set(slots) == set(range(first, first + tiles[i, balance.PARTS]))
+    assert build._cache_size() == 1  # one compile for all windows of the same bounds
+
+
+def test_a_ragged_window_is_shared_evenly():
+    ends = [round(16384 * 16 ** (i / 7)) for i in range(8)]
+    window = Window([1024] * 8, [end - 1024 for end in ends], ends)
+    parts = parts_of(balance.prefill_work(window.plan(), 132))
+    load = np.bincount([cta for cta, _ in parts.values()], minlength=132)
+    assert load.max() <= 1.03 * load.mean()
