@@ -7,7 +7,6 @@ Shapes and dtypes are static under ``jit``, so the checks cost nothing at run ti
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ class AtLeast(NamedTuple):
 
 def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
     """Returns `value` as an int; `low` and `high` are inclusive bounds."""
-    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Integral):
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} must be an int{_range(low, high)}, got {_describe(value)}")
     if (low is not None and value < low) or (high is not None and value > high):
         raise ValueError(f"{name} must be an int{_range(low, high)}, got {value}")
@@ -43,7 +42,7 @@ def flag(name: str, value: Any) -> bool:
 
 def finite(name: str, value: Any) -> float:
     """Returns `value` as a finite Python float."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a finite float, got {_describe(value)}")
     if not np.isfinite(value):
         raise ValueError(f"{name} must be a finite float, got {value}")

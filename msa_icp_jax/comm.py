@@ -10,7 +10,7 @@ into peers' memory: row (t, h) of source rank r lies on rank ``h // hpr`` at fla
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +25,17 @@ _WORD_BYTES = 4
 _TAGGED_ALIGNMENT = 16  # bytes
 
 
-class MSAIcpCommLayout(NamedTuple):
-    """Where the parts of one rank's receive allocation lie.
+class MSAIcpCommLayout(dict[str, Any]):
+    """Where the parts of one rank's receive allocation lie; by key or as attributes.
 
     Attributes:
       storage_words: int32 words of the allocation.
       legacy_offset_bytes: byte offset of the legacy rows, 0.
-      legacy_shape: [3, W, hpr, C, 33], int32.
+      legacy_shape: (3, W, hpr, C, 33), int32.
       tagged_offset_bytes: byte offset of the tagged rows, 16-byte aligned.
-      tagged_shape: [3, W, hpr, C, 32], int64 (as int32 pairs: one more axis of 2).
-      generations_shape: [3, W hpr, C], int32, the publish counters.
-      expected_shape: [3, hpr, C], int32, the merge's expected counters.
+      tagged_shape: (3, W, hpr, C, 32), int64 (as int32 pairs: one more axis of 2).
+      generations_shape: (3, W hpr, C), int32, the publish counters.
+      expected_shape: (3, hpr, C), int32, the merge's expected counters.
     """
 
     storage_words: int
@@ -45,6 +45,12 @@ class MSAIcpCommLayout(NamedTuple):
     tagged_shape: tuple[int, ...]
     generations_shape: tuple[int, ...]
     expected_shape: tuple[int, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"MSAIcpCommLayout has no field {name!r}") from None
 
 
 def msa_icp_comm_layout(world_size: int, heads_per_rank: int, capacity: int) -> MSAIcpCommLayout:
@@ -124,16 +130,12 @@ def comm_shapes(world_size: int, capacity: int) -> dict[str, tuple[int, ...]]:
 
 
 def comm_specs(axis_name: str) -> MSAIcpComm:
-    """PartitionSpecs of a global MSAIcpComm over the icp axis."""
-    return MSAIcpComm(
-        recv=PartitionSpec(None, None, axis_name),
-        tagged_recv=PartitionSpec(None, None, axis_name),
-        recv_bases=PartitionSpec(axis_name),
-        tagged_recv_bases=PartitionSpec(axis_name),
-        publish_generations=PartitionSpec(None, axis_name),
-        expected_generations=PartitionSpec(None, axis_name),
-        errors=PartitionSpec(axis_name),
-    )
+    """PartitionSpecs of a global MSAIcpComm over the icp axis, in place of its arrays."""
+    by_head = PartitionSpec(None, None, axis_name)
+    by_row = PartitionSpec(axis_name)
+    counters = PartitionSpec(None, axis_name)
+    specs: Any = (by_head, by_head, by_row, by_row, counters, counters, by_row)
+    return MSAIcpComm(*specs)
 
 
 def check_comm(comm: Any, world_size: int, capacity: int) -> None:

@@ -91,8 +91,8 @@ def prepare_msa_icp_indexer(
       num_index_heads: 4.
       page_size: tokens of a page, 128 or 256.
       init_blocks: blocks at the start of a context that are always chosen, >= 0.
-      local_blocks: blocks at a query's end that are always chosen, >= 0; at most 16 with the former.
-      max_decode_tokens: query tokens of one decode step at most; capacity C of the receive storage.
+      local_blocks: blocks at a query's end that are always chosen, >= 0; at most 16 together.
+      max_decode_tokens: query tokens of one decode step at most (the receive capacity C).
       max_decode_query_len: query tokens of one decode request at most, 1 to 8.
       max_num_batched_tokens: query tokens of one prefill call at most.
       max_num_seqs: requests or segments of one call at most.
@@ -242,13 +242,10 @@ class MSAIcpIndexerPlan:
         if tokens == 0:
             return output, scores, comm
 
-        if fused:
-            score_select = self._decode_fused
-        else:
-            score_select = self._decode_unfused
-            if scores is None:
-                shape = (tokens, NUM_HEADS, self.geometry.score_columns)
-                scores = jnp.full(shape, -jnp.inf, jnp.float32)
+        if scores is None and not fused:
+            shape = (tokens, NUM_HEADS, self.geometry.score_columns)
+            scores = jnp.full(shape, -jnp.inf, jnp.float32)
+        score_select = self._decode_fused if fused else self._decode_unfused
         storage = comm if comm is not None else MSAIcpComm.zeros(self.geometry.world_size, tokens)
         message, scores = score_select(
             (index_q, index_k, block_table, seq_lens),
@@ -364,7 +361,7 @@ class MSAIcpIndexerPlan:
             )
         self._refuse_vma(query, index_k, block_table, num_valid_pages)
         rank = self._rank()
-        inputs = (query, index_k, block_table, window_plan)
+        inputs: Any = (query, index_k, block_table, window_plan)
         shard: dict[str, Any] = {
             "rank": rank,
             "tp": self.geometry.world_size,
@@ -373,13 +370,13 @@ class MSAIcpIndexerPlan:
             "precision": self.precision,
             "row_offset": self.geometry.row_offset,
         }
-        forced: dict[str, Any] = {
+        forced = {
             "force_begin_blocks": self.geometry.init_blocks,
             "force_end_blocks": self.geometry.local_blocks,
         }
         if fused:
             carrier = msa_icp_prefill_score_select(
-                *inputs, num_valid_pages, carrier_view, **shard, **forced
+                *inputs, num_valid_pages=num_valid_pages, carrier=carrier_view, **shard, **forced
             )
             return carrier, score_scratch
         assert score_scratch is not None
@@ -663,14 +660,14 @@ class MSAIcpIndexerPlan:
 
     def _decode_unfused(
         self,
-        inputs: tuple[jax.Array, ...],
+        inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
         num_valid_pages: jax.Array,
-        scores: jax.Array,
+        scores: Any,
         *,
         decode_query_len: int,
         enable_pdl: bool,
         **counters: Any,
-    ) -> tuple[MSAIcpRows, jax.Array]:
+    ) -> tuple[MSAIcpRows, jax.Array | None]:
         geometry, rank = self.geometry, self._rank()
         scores = msa_icp_decode_index_score_sharded(
             *inputs,
@@ -703,7 +700,7 @@ class MSAIcpIndexerPlan:
 
     def _decode_fused(
         self,
-        inputs: tuple[jax.Array, ...],
+        inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
         num_valid_pages: jax.Array,
         scores: jax.Array | None,
         *,
@@ -758,8 +755,8 @@ class MSAIcpIndexerPlan:
             raise ValueError(f"{where} {self.geometry.world_size}, got size {size}")
         if self.rank is not None:
             raise ValueError(
-                f"{caller} needs rank=None where axis_name {self.axis_name!r} is bound (the rank is "
-                f"the position on the axis), got rank {self.rank}"
+                f"{caller} needs rank=None where axis_name {self.axis_name!r} is bound (the rank "
+                f"is the position on the axis), got rank {self.rank}"
             )
 
     def _refuse_vma(self, *arrays: Any) -> None:

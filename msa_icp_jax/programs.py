@@ -57,21 +57,20 @@ def decode_program(
         "fused": fused,
         "enable_pdl": enable_pdl,
     }
-    inputs = (specs.ALL, specs.index_k, specs.ALL, specs.ALL, specs.ALL, specs.scores, specs.output)
+    arrays = (specs.ALL, specs.index_k, specs.ALL, specs.ALL, specs.ALL, specs.scores, specs.output)
     outputs = (specs.output, specs.scores)
-    if with_comm:
 
-        def decode(*args: Any) -> Any:
-            *arrays, comm, slot = args
-            return plan.decode(*arrays, comm=comm, slot=slot, **options)
+    def decode(*args: Any) -> Any:
+        return plan.decode(*args, **options)[:2]
 
-        inputs, outputs = (*inputs, specs.comm, specs.ALL), (*outputs, specs.comm)
-        return _program(plan, mesh, decode, inputs, outputs, donate=(5, 6, 7))
+    def decode_with_comm(*args: Any) -> Any:
+        *local, comm, slot = args
+        return plan.decode(*local, comm=comm, slot=slot, **options)
 
-    def decode_without_comm(*arrays: Any) -> Any:
-        return plan.decode(*arrays, **options)[:2]
-
-    return _program(plan, mesh, decode_without_comm, inputs, outputs, donate=(5, 6))
+    if not with_comm:
+        return _program(plan, mesh, decode, arrays, outputs, donate=(5, 6))
+    inputs = (*arrays, specs.comm, specs.ALL)
+    return _program(plan, mesh, decode_with_comm, inputs, (*outputs, specs.comm), donate=(5, 6, 7))
 
 
 @functools.cache
@@ -183,7 +182,7 @@ def warmup(
     shapes = _Shapes(plan, mesh, num_pages, table_width)
     tokens_written = {limits.window_tokens}
     for batch, query_len in itertools.product(batch_sizes or (most,), query_lens):
-        batch = min(batch, limits.max_decode_tokens // query_len)
+        batch = min(batch, max(1, limits.max_decode_tokens // query_len))
         tokens_written.add(batch * query_len)
         program = plan.decode_program(mesh, decode_query_len=query_len)
         program.lower(*shapes.decode(batch, query_len)).compile()

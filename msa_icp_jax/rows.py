@@ -46,7 +46,7 @@ def order_keys(words: jax.Array) -> jax.Array:
 def candidate_keys(
     words: jax.Array, ids: jax.Array, num_valid_pages: jax.Array, begin: int, end: int
 ) -> jax.Array:
-    """Keys of candidates: INVALID_KEY outside the visible blocks, FORCED_KEY inside a forced window.
+    """Keys of candidates: INVALID_KEY for blocks out of sight, FORCED_KEY in a forced window.
 
     Args:
       words: int32 score bits.

@@ -158,11 +158,14 @@ class RunningTop16(NamedTuple):
 def _gather_rows(shard: Shard, pages: jax.Array) -> jax.Array:
     """The rank's rows of `pages`, float32 [groups, columns, rows, 128].
 
-    Gathered as bytes: XLA on CPU would convert the whole float8 cache before a float8 gather.
+    XLA on CPU has no float8 data movement: it would convert the whole cache before a float8 gather,
+    so bytes are gathered. The barrier ties the cache to the loop's step, or the view as bytes would
+    be made once, outside the loop, as a copy of the whole cache.
     """
+    cache, pages = lax.optimization_barrier((shard.index_k, pages))
     start = jnp.stack([pages, jnp.full_like(pages, shard.row_offset)], axis=-1)
     gathered = lax.gather(
-        lax.bitcast_convert_type(shard.index_k, jnp.uint8),
+        lax.bitcast_convert_type(cache, jnp.uint8),
         start,
         lax.GatherDimensionNumbers(
             offset_dims=(2, 3), collapsed_slice_dims=(0,), start_index_map=(0, 1)
@@ -170,4 +173,4 @@ def _gather_rows(shard: Shard, pages: jax.Array) -> jax.Array:
         slice_sizes=(1, shard.rows, HEAD_DIM),
         mode=lax.GatherScatterMode.CLIP,
     )
-    return lax.bitcast_convert_type(gathered, shard.index_k.dtype).astype(jnp.float32)
+    return lax.bitcast_convert_type(gathered, cache.dtype).astype(jnp.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,6 @@ from msa_icp_jax.ops._portable import RunningTop16, Shard
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, prefill_tiles
 
 _TILE_TOKENS = 128
-
-Carry = TypeVar("Carry")
 
 
 def prefill_scores(
@@ -142,7 +140,7 @@ class _Tile(NamedTuple):
         )[0]
 
 
-def _for_each_tile(
+def _for_each_tile[Carry](
     plan: MSAIcpScorePlan,
     num_rows: int,
     one_tile: Callable[[_Tile, Carry], Carry],
