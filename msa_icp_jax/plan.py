@@ -361,7 +361,7 @@ class MSAIcpIndexerPlan:
             )
         self._refuse_vma(query, index_k, block_table, num_valid_pages)
         rank = self._rank()
-        inputs: Any = (query, index_k, block_table, window_plan)
+        inputs: tuple[Any, ...] = (query, index_k, block_table, window_plan)
         shard: dict[str, Any] = {
             "rank": rank,
             "tp": self.geometry.world_size,
@@ -370,7 +370,7 @@ class MSAIcpIndexerPlan:
             "precision": self.precision,
             "row_offset": self.geometry.row_offset,
         }
-        forced = {
+        forced: dict[str, Any] = {
             "force_begin_blocks": self.geometry.init_blocks,
             "force_end_blocks": self.geometry.local_blocks,
         }
