@@ -43,15 +43,20 @@ def check_precision(precision: str) -> str:
     return checks.one_of("precision", precision, PRECISIONS)
 
 
-def refuse_vma(*arrays: Any) -> None:
-    """Raises where a Mosaic kernel would run under shard_map's check_vma=True.
+def takes_mosaic(backend: str, *arrays: Any) -> bool:
+    """Whether `backend` resolves to Mosaic.
 
-    The kernels write into refs, and refs cannot carry varying manual axes.
+    Raises:
+      ValueError: `backend` is unknown, or a kernel would get `arrays` under shard_map's
+        check_vma=True: kernels write into refs, and refs cannot carry varying manual axes.
     """
+    if resolve_backend(backend) == "xla":
+        return False
     if any(varying_axes(x) for x in arrays):
         raise ValueError(
             'backend="mosaic" needs jax.shard_map(..., check_vma=False), got check_vma=True'
         )
+    return True
 
 
 def varying_axes(x: Any) -> frozenset[str]:

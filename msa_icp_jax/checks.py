@@ -1,8 +1,8 @@
 """Argument checks shared by every public function.
 
 Each check raises before any buffer is touched and names the argument, the value it got and the
-values it allows: ``TypeError`` for a wrong kind or dtype, ``ValueError`` for a wrong value or shape.
-Shapes and dtypes are static under ``jit``, so the checks cost nothing at run time.
+values it allows: ``TypeError`` for a wrong kind or dtype, ``ValueError`` for a wrong value or
+shape. Shapes and dtypes are static under ``jit``, so the checks cost nothing at run time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The static facts of one indexer configuration, every size derived from them, every limit.
 
-Terms. A *block* is 128 consecutive key positions of one request. A *page* is `page_size` consecutive
-positions, stored at the same physical page on every rank; rank r of W holds rows
+Terms. A *block* is 128 consecutive key positions of one request. A *page* is `page_size`
+consecutive positions, stored at the same physical page on every rank; rank r of W holds rows
 ``[r R, (r + 1) R)`` of each page, ``R = page_size / W``. A *column* of a score plane is one page of
 the request: with 128-token pages column c is block c; with 256-token pages a rank's rows of a page
 lie in one block, ``2 c + (2 r) // W`` (the *compact* layout).

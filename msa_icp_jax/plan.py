@@ -26,7 +26,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from msa_icp_jax import checks, programs, rows
-from msa_icp_jax.backend import check_precision, refuse_vma, resolve_backend
+from msa_icp_jax.backend import check_precision, resolve_backend
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.comm import (
     MSAIcpComm,
@@ -234,7 +234,6 @@ class MSAIcpIndexerPlan:
         if comm is not None:
             self.check_comm(comm)
         fused = self._choose_fused_decode(fused, block_table.shape[0])
-        self._refuse_vma(index_q, index_k, block_table, seq_lens, num_valid_pages)
         if output is None:
             output = jnp.full(
                 (tokens, self.geometry.heads_per_rank, TOPK), rows.NO_BLOCK, jnp.int32
@@ -307,6 +306,7 @@ class MSAIcpIndexerPlan:
             total_q=total_q,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
+            backend=self.backend,
         )
 
     def prefill_local(
@@ -359,10 +359,12 @@ class MSAIcpIndexerPlan:
                 "score_scratch must be a float32 array of prefill_score_shape() when fused=False, "
                 "got None"
             )
-        self._refuse_vma(query, index_k, block_table, num_valid_pages)
         rank = self._rank()
-        inputs: tuple[Any, ...] = (query, index_k, block_table, window_plan)
-        shard: dict[str, Any] = {
+        inputs: dict[str, Any] = {
+            "q": query,
+            "k": index_k,
+            "block_table": block_table,
+            "plan": window_plan,
             "rank": rank,
             "tp": self.geometry.world_size,
             "compact": self.geometry.compact,
@@ -376,11 +378,11 @@ class MSAIcpIndexerPlan:
         }
         if fused:
             carrier = msa_icp_prefill_score_select(
-                *inputs, num_valid_pages=num_valid_pages, carrier=carrier_view, **shard, **forced
+                **inputs, num_valid_pages=num_valid_pages, carrier=carrier_view, **forced
             )
             return carrier, score_scratch
         assert score_scratch is not None
-        score_scratch = msa_icp_index_score_sharded(*inputs, max_score=score_scratch, **shard)
+        score_scratch = msa_icp_index_score_sharded(**inputs, max_score=score_scratch)
         carrier = msa_icp_topk_select_prefill(
             score_scratch,
             num_valid_pages,
@@ -439,7 +441,6 @@ class MSAIcpIndexerPlan:
             AtLeast(tokens),
             rows.ROW_WORDS,
         )
-        self._refuse_vma(received, num_valid_pages, output)
         return msa_icp_merge_candidates(
             received,
             num_valid_pages,
@@ -758,10 +759,6 @@ class MSAIcpIndexerPlan:
                 f"{caller} needs rank=None where axis_name {self.axis_name!r} is bound (the rank "
                 f"is the position on the axis), got rank {self.rank}"
             )
-
-    def _refuse_vma(self, *arrays: Any) -> None:
-        if self.backend == "mosaic":
-            refuse_vma(*arrays)
 
     def _check_decode(
         self,

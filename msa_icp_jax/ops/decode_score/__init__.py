@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from msa_icp_jax import checks, geometry
-from msa_icp_jax.backend import check_precision, resolve_backend
+from msa_icp_jax.backend import check_precision, takes_mosaic
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import COLUMN_MULTIPLE, HEAD_DIM, MAX_BLOCKS, NUM_HEADS
 from msa_icp_jax.ops.decode_score import xla
@@ -36,8 +38,8 @@ def msa_icp_decode_index_score_sharded(
     """Scores every decode token against this rank's share of its request's keys.
 
     ``score[t, h, c]`` is the maximum of ``q[t, h] . k[row]`` (float32) over the rank's rows of page
-    c that token t sees (position <= its own, and below seq_len), -inf where it sees none. Token j of
-    a request sits at position ``seq_len - decode_query_len + j``. NaN products are skipped, zeros
+    c that token t sees (position <= its own, and below seq_len), -inf where it sees none. Token j
+    of a request sits at position ``seq_len - decode_query_len + j``. NaN products are skipped, zeros
     are +0.0. Written are, for each request, the columns of its ``ceil(seq_len / page_size)`` pages
     rounded up to a multiple of four, and no other. A table entry outside the cache makes its rows
     invisible; entries past the request's pages are not read.
@@ -88,10 +90,12 @@ def msa_icp_decode_index_score_sharded(
     columns = checks.integer("score_out.shape[2]", score_out.shape[2], 1, MAX_BLOCKS)
     if columns % COLUMN_MULTIPLE:
         raise ValueError(f"score_out.shape[2] must be a multiple of 4 in [4, 8192], got {columns}")
-    kernels = _kernels(backend)
+    stage = _stage(
+        backend, precision, enable_pdl, index_q, index_k, block_table, seq_lens, score_out
+    )
     if index_q.shape[0] == 0:
         return score_out
-    return kernels.decode_scores(
+    return stage.decode_scores(
         index_q,
         index_k,
         block_table,
@@ -125,8 +129,10 @@ def msa_icp_decode_score_publish(
     precision: str = "auto",
     row_offset: int = 0,
 ) -> MSAIcpRows:
-    """Scores and selects in one pass: the rows of `msa_icp_decode_index_score_sharded` followed by
-    `msa_icp_topk_select_publish`, bit for bit, without a score plane.
+    """Scores and selects in one pass, without a score plane of the caller's.
+
+    The rows are those of `msa_icp_decode_index_score_sharded` followed by
+    `msa_icp_topk_select_publish`, bit for bit.
 
     Args:
       index_q, index_k, block_table, seq_lens, rank, world_size, page_size, decode_query_len,
@@ -162,11 +168,13 @@ def msa_icp_decode_score_publish(
     geometry.check_forced(
         "force_begin_blocks", force_begin_blocks, "force_end_blocks", force_end_blocks
     )
-    kernels = _kernels(backend)
+    stage = _stage(
+        backend, precision, enable_pdl, index_q, index_k, block_table, seq_lens, num_valid_pages
+    )
     tags, counters = bump_generations(generations, slot, tokens)
     if tokens == 0:
         return MSAIcpRows(by_owner(empty_message(tags), world_size), counters)
-    found = kernels.decode_rows(
+    found = stage.decode_rows(
         index_q,
         index_k,
         block_table,
@@ -192,8 +200,9 @@ def msa_icp_decode_pool_bytes(
     page_size: int,
     device: jax.Device | None = None,
 ) -> int:
-    """Bytes of the running Top16 lists that the fused decode keeps: a (score, id) pair of int32
-    words for 16 candidates of every query token and head.
+    """Bytes of the running Top16 lists that the fused decode keeps.
+
+    A (score, id) pair of int32 words for 16 candidates of every query token and head.
 
     Args:
       batch: requests, >= 0.
@@ -213,9 +222,22 @@ def msa_icp_decode_pool_bytes(
     return batch * decode_query_len * NUM_HEADS * geometry.TOPK * 8
 
 
-def _kernels(backend: str) -> Any:
-    resolve_backend(backend)
-    return xla
+def _stage(backend: str, precision: str, enable_pdl: bool, *arrays: Any) -> Any:
+    """The backend's scorers, `decode_scores` and `decode_rows`."""
+    if not takes_mosaic(backend, *arrays):
+        return xla
+    from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
+    from msa_icp_jax.ops.decode_score import mosaic
+
+    machine: dict[str, Any] = {
+        "precision": "exact" if precision == "auto" else precision,
+        "enable_pdl": enable_pdl,
+        "target": launch.current_target(),
+    }
+    return types.SimpleNamespace(
+        decode_scores=functools.partial(mosaic.decode_scores, **machine),
+        decode_rows=functools.partial(mosaic.decode_rows, **machine),
+    )
 
 
 def _check_inputs(

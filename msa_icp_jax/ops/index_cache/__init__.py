@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from msa_icp_jax import checks, geometry
-from msa_icp_jax.backend import resolve_backend
+from msa_icp_jax.backend import takes_mosaic
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import HEAD_DIM
 from msa_icp_jax.ops.index_cache import xla
@@ -52,10 +54,10 @@ def msa_icp_write_index_k(
     checks.array("new_k", new_k, jnp.float8_e4m3fn, None, HEAD_DIM)
     checks.array("slot_mapping", slot_mapping, jnp.int32, new_k.shape[0])
     checks.index("rank", rank, world_size)
-    kernels = _kernels(backend)
+    write_rows = _write_rows(backend, index_k, new_k, slot_mapping)
     if new_k.shape[0] == 0:
         return index_k
-    return kernels.write_rows(
+    return write_rows(
         index_k,
         new_k,
         slot_mapping,
@@ -89,6 +91,11 @@ def check_index_k(
         )
 
 
-def _kernels(backend: str) -> Any:
-    resolve_backend(backend)
-    return xla
+def _write_rows(backend: str, *arrays: Any) -> Callable[..., jax.Array]:
+    """The backend's cache write."""
+    if not takes_mosaic(backend, *arrays):
+        return xla.write_rows
+    from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
+    from msa_icp_jax.ops.index_cache import mosaic
+
+    return functools.partial(mosaic.write_rows, target=launch.current_target())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from msa_icp_jax import checks, geometry, rows
-from msa_icp_jax.backend import resolve_backend
+from msa_icp_jax.backend import takes_mosaic
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import NUM_HEADS, TOPK
 from msa_icp_jax.ops.merge import xla
@@ -91,9 +93,9 @@ def msa_icp_merge_candidates(
         )
         tags = rows.next_generation(expected_generations[:, :tokens])
         expected_generations = lax.dynamic_update_slice(expected_generations, tags, (0, 0))
-    kernels = _kernels(backend)
+    merge_rows = _merge_rows(backend, spin_limit, enable_pdl, recv_slot, num_valid_pages)
     if tokens:
-        output, recv_slot, errors = kernels.merge_rows(
+        output, recv_slot, errors = merge_rows(
             recv_slot,
             num_valid_pages,
             output,
@@ -106,9 +108,19 @@ def msa_icp_merge_candidates(
     return MSAIcpMerge(output, recv_slot, expected_generations, errors)
 
 
-def _kernels(backend: str) -> Any:
-    resolve_backend(backend)
-    return xla
+def _merge_rows(
+    backend: str, spin_limit: int, enable_pdl: bool, *arrays: Any
+) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
+    """The backend's merge."""
+    if not takes_mosaic(backend, *arrays):
+        return xla.merge_rows
+    from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
+    from msa_icp_jax.ops.merge import mosaic
+
+    target = launch.current_target()
+    return functools.partial(
+        mosaic.merge_rows, spin_limit=spin_limit, enable_pdl=enable_pdl, target=target
+    )
 
 
 def _check_recv(recv_slot: Any, tokens: int, *, tagged: bool) -> None:

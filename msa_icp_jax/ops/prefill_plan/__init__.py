@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from msa_icp_jax import checks, geometry
+from msa_icp_jax.backend import resolve_backend
 from msa_icp_jax.geometry import BLOCK_SIZE, cdiv
+
+if TYPE_CHECKING:
+    from msa_icp_jax.ops.prefill_plan.balance import PrefillWork
 
 _MAX_TOKENS = geometry.MAX_BLOCKS * max(geometry.PAGE_SIZES)  # positions past it are never scored
 
@@ -37,6 +41,7 @@ class MSAIcpScorePlan:
       total_q: query rows of the window at most (static).
       max_query_len: query rows of a segment at most (static).
       max_seq_len: keys of a segment at most (static).
+      work: the Hopper kernels' work list (`balance.PrefillWork`), None for the XLA backend.
     """
 
     qo_starts: jax.Array
@@ -46,6 +51,7 @@ class MSAIcpScorePlan:
     total_q: int = dataclasses.field(metadata={"static": True})
     max_query_len: int = dataclasses.field(metadata={"static": True})
     max_seq_len: int = dataclasses.field(metadata={"static": True})
+    work: PrefillWork | None = None
 
     @property
     def num_segments(self) -> int:
@@ -55,7 +61,7 @@ class MSAIcpScorePlan:
     def num_valid_pages(self, num_tokens: int | None = None) -> jax.Array:
         """Visible blocks int32 [num_tokens] of every query row, 0 for padding rows.
 
-        ``position // 128 + 1`` by the contract of `num_valid_pages`; num_tokens defaults to total_q.
+        ``position // 128 + 1`` of each row; num_tokens defaults to total_q.
         """
         row = jnp.arange(self.total_q if num_tokens is None else num_tokens, dtype=jnp.int32)
         if self.num_segments == 0:
@@ -73,6 +79,7 @@ def msa_icp_index_score_sharded_plan(
     *,
     qo_offset: Sequence[int] | np.ndarray,
     device: jax.Device | None = None,
+    backend: str = "auto",
 ) -> MSAIcpScorePlan:
     """Builds a window plan from lengths known on the host (eager, not under jit).
 
@@ -82,6 +89,7 @@ def msa_icp_index_score_sharded_plan(
       num_qo_heads: 4.
       qo_offset: position of each segment's first query, ints >= 0.
       device: where the plan's arrays live; None is JAX's default.
+      backend: "auto", "mosaic" or "xla", that of the scorer.
 
     Raises:
       TypeError, ValueError: a length is no int, out of range, or a segment's queries reach past
@@ -100,7 +108,7 @@ def msa_icp_index_score_sharded_plan(
             )
     starts = np.concatenate([[0], np.cumsum(qo_lens)]).astype(np.int32)
     with jax.default_device(device):
-        return MSAIcpScorePlan(
+        plan = MSAIcpScorePlan(
             jnp.asarray(starts[:-1]),
             jnp.asarray(qo_lens),
             jnp.asarray(kv_lens),
@@ -109,6 +117,7 @@ def msa_icp_index_score_sharded_plan(
             max_query_len=int(qo_lens.max(initial=0)),
             max_seq_len=int(kv_lens.max(initial=0)),
         )
+        return _with_work(plan, resolve_backend(backend, device))
 
 
 def msa_icp_index_score_sharded_plan_device(
@@ -122,6 +131,7 @@ def msa_icp_index_score_sharded_plan_device(
     total_q: int,
     max_query_len: int,
     max_seq_len: int,
+    backend: str = "auto",
 ) -> MSAIcpScorePlan:
     """Builds a window plan from lengths on the device; no host read, fit for jit.
 
@@ -139,6 +149,7 @@ def msa_icp_index_score_sharded_plan_device(
       total_q: query rows of the window at most, >= 0.
       max_query_len: query rows of one segment at most, >= 0.
       max_seq_len: keys of one segment at most, >= 0.
+      backend: "auto", "mosaic" or "xla", that of the scorer.
 
     Raises:
       TypeError, ValueError: an argument has the wrong dtype, shape or value.
@@ -157,7 +168,7 @@ def msa_icp_index_score_sharded_plan_device(
     ):
         checks.integer(name, bound, 0, 2**31 - 1)
     starts = jnp.clip(qo_segment_offsets[:-1], 0, total_q)
-    return MSAIcpScorePlan(
+    plan = MSAIcpScorePlan(
         starts,
         jnp.minimum(jnp.clip(qo_segment_lens, 0, max_query_len), total_q - starts),
         jnp.clip(kv_segment_lens, 0, max_seq_len),
@@ -166,36 +177,54 @@ def msa_icp_index_score_sharded_plan_device(
         max_query_len=int(max_query_len),
         max_seq_len=int(max_seq_len),
     )
+    return _with_work(plan, resolve_backend(backend))
 
 
 def msa_icp_index_score_plan_storage(
     *, num_qo_heads: int, total_q: int, batch: int, device: jax.Device | None = None
 ) -> dict[str, int]:
-    """Sizes of a window plan's arrays.
+    """Sizes of a window plan's arrays, for the backend that "auto" takes on `device`.
 
     Args:
       num_qo_heads: 4.
       total_q: query rows of the window, >= 0.
       batch: segments, >= 0.
-      device: the device the plan is for; the portable plan is the same on all.
+      device: the device the plan is for; None is JAX's default.
 
     Returns:
-      work_range_numel: int32 elements of the segments' row ranges (start and length).
-      work_info_numel: int32 elements of the segments' key lengths and positions.
-      workspace_bytes: bytes of both together.
+      work_range_numel: elements of the work list's ranges, one a CTA (0 where there is no list).
+      work_info_numel: elements of the work list's tiles (0 where there is no list).
+      workspace_bytes: bytes of the whole plan.
 
     Raises:
       TypeError, ValueError: an argument is outside its range.
     """
     geometry.check_num_heads("num_qo_heads", num_qo_heads)
-    checks.integer("total_q", total_q, 0)
-    checks.integer("batch", batch, 0)
+    checks.integer("total_q", total_q, 0, 2**31 - 1)
+    checks.integer("batch", batch, 0, 2**31 - 1)
     checks.device("device", device)
+    backend = resolve_backend("auto", device)
+
+    def build(lens: jax.Array) -> MSAIcpScorePlan:
+        plan = MSAIcpScorePlan(lens, lens, lens, lens, total_q, total_q, 0)
+        return _with_work(plan, backend)
+
+    plan = jax.eval_shape(build, jax.ShapeDtypeStruct((batch,), jnp.int32))
     return {
-        "work_range_numel": 2 * batch,
-        "work_info_numel": 2 * batch,
-        "workspace_bytes": 16 * batch,
+        "work_range_numel": plan.work.ranges.size if plan.work is not None else 0,
+        "work_info_numel": plan.work.tiles.size if plan.work is not None else 0,
+        "workspace_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(plan)),
     }
+
+
+def _with_work(plan: MSAIcpScorePlan, backend: str) -> MSAIcpScorePlan:
+    """Adds what the backend's scorer reads beside the segments."""
+    if backend == "xla" or plan.num_segments == 0:
+        return plan
+    from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
+    from msa_icp_jax.ops.prefill_plan.balance import prefill_work
+
+    return dataclasses.replace(plan, work=prefill_work(plan, launch.current_target().sms))
 
 
 def _host_lengths(name: str, values: Any, size: int | None = None) -> np.ndarray:

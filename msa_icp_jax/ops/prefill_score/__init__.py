@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from msa_icp_jax import checks, geometry, rows
-from msa_icp_jax.backend import check_precision, resolve_backend
+from msa_icp_jax.backend import check_precision, takes_mosaic
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import BLOCK_SIZE, HEAD_DIM, MAX_SELECT_COLUMNS, NUM_HEADS, PAGE_SIZES
 from msa_icp_jax.ops.index_cache import check_index_k
@@ -72,12 +74,12 @@ def msa_icp_index_score_sharded(
     checks.integer("max_score.shape[2]", max_score.shape[2], 1, MAX_SELECT_COLUMNS - 1)
     sm_scale = checks.finite("sm_scale", sm_scale)
     checks.flag("initialize", initialize)
-    kernels = _kernels(backend)
+    stage = _stage(backend, precision, enable_pdl, plan, q, k, block_table, max_score)
     if tokens == 0:
         return max_score
     if plan.num_segments == 0:
         return _clear(max_score, tokens) if initialize else max_score
-    return kernels.prefill_scores(
+    return stage.prefill_scores(
         q,
         k,
         block_table,
@@ -110,8 +112,10 @@ def msa_icp_prefill_score_select(
     precision: str = "auto",
     row_offset: int = 0,
 ) -> jax.Array:
-    """Scores and selects in one pass: the rows of `msa_icp_index_score_sharded` followed by
-    `msa_icp_topk_select_prefill`, bit for bit, without a score plane.
+    """Scores and selects in one pass, without a score plane.
+
+    The rows are those of `msa_icp_index_score_sharded` followed by `msa_icp_topk_select_prefill`,
+    bit for bit.
 
     Args:
       q, k, block_table, plan, rank, tp, compact, enable_pdl, backend, precision, row_offset: as in
@@ -135,12 +139,12 @@ def msa_icp_prefill_score_select(
     geometry.check_forced(
         "force_begin_blocks", force_begin_blocks, "force_end_blocks", force_end_blocks
     )
-    kernels = _kernels(backend)
+    stage = _stage(backend, precision, enable_pdl, plan, q, k, block_table, carrier)
     if tokens == 0:
         return carrier
     if plan.num_segments == 0:
         return lax.dynamic_update_slice(carrier, rows.empty_rows(NUM_HEADS, tokens), (0, 0, 0))
-    return kernels.prefill_rows(
+    return stage.prefill_rows(
         q,
         k,
         block_table,
@@ -159,8 +163,9 @@ def msa_icp_prefill_score_select(
 def msa_icp_prefill_pool_bytes(
     *, total_q: int, batch: int, device: jax.Device | None = None, num_heads: int = NUM_HEADS
 ) -> int:
-    """Bytes of the running Top16 lists that the fused prefill keeps: a (score, id) pair of int32
-    words for 16 candidates of every query token and head.
+    """Bytes of the running Top16 lists that the fused prefill keeps.
+
+    A (score, id) pair of int32 words for 16 candidates of every query token and head.
 
     Args:
       total_q: query tokens of the window, >= 0.
@@ -183,9 +188,29 @@ def page_size(compact: bool) -> int:
     return PAGE_SIZES[1] if compact else BLOCK_SIZE
 
 
-def _kernels(backend: str) -> Any:
-    resolve_backend(backend)
-    return xla
+def _stage(
+    backend: str, precision: str, enable_pdl: bool, plan: MSAIcpScorePlan, *arrays: Any
+) -> Any:
+    """The backend's scorers, `prefill_scores` and `prefill_rows`."""
+    if not takes_mosaic(backend, *arrays):
+        return xla
+    if plan.work is None and plan.num_segments:
+        raise ValueError(
+            'plan must be built for backend "mosaic" (or "auto" on the same device), got one for '
+            '"xla"'
+        )
+    from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
+    from msa_icp_jax.ops.prefill_score import mosaic
+
+    machine: dict[str, Any] = {
+        "precision": "fast" if precision == "auto" else precision,
+        "enable_pdl": enable_pdl,
+        "target": launch.current_target(),
+    }
+    return types.SimpleNamespace(
+        prefill_scores=functools.partial(mosaic.prefill_scores, **machine),
+        prefill_rows=functools.partial(mosaic.prefill_rows, **machine),
+    )
 
 
 def _check_inputs(

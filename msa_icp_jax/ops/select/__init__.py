@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +12,7 @@ from jax import lax
 
 from msa_icp_jax import checks, geometry
 from msa_icp_jax import rows as candidate_rows
-from msa_icp_jax.backend import resolve_backend
+from msa_icp_jax.backend import takes_mosaic
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import MAX_BLOCKS, MAX_SELECT_COLUMNS, NUM_HEADS, NUM_SLOTS
 from msa_icp_jax.ops.select import xla
@@ -80,12 +82,12 @@ def msa_icp_topk_select_publish(
     checks.index("rank", rank, world_size)
     _check_order(force_begin_blocks, force_end_blocks, index_scale, index_offset)
     checks.flag("enable_pdl", enable_pdl)
-    kernels = _kernels(backend)
+    select_rows = _select_rows(backend, enable_pdl, scores, num_valid_pages)
     tags, counters = bump_generations(generations, slot, tokens)
     if tokens == 0:
         found = empty_message(tags)
     else:
-        found = kernels.select_rows(
+        found = select_rows(
             scores,
             num_valid_pages,
             None,
@@ -138,10 +140,10 @@ def msa_icp_topk_select_prefill(
         "carrier", carrier, jnp.int32, NUM_HEADS, AtLeast(tokens), candidate_rows.ROW_WORDS
     )
     _check_order(force_begin_blocks, force_end_blocks, index_scale, index_offset)
-    kernels = _kernels(backend)
+    select_rows = _select_rows(backend, True, scores, num_valid_pages, carrier)
     if tokens == 0:
         return carrier
-    return kernels.select_rows(
+    return select_rows(
         scores,
         num_valid_pages,
         carrier,
@@ -186,9 +188,15 @@ def empty_message(tags: jax.Array | None) -> jax.Array:
     return found if tags is None else candidate_rows.tag(found, tags)
 
 
-def _kernels(backend: str) -> Any:
-    resolve_backend(backend)
-    return xla
+def _select_rows(backend: str, enable_pdl: bool, *arrays: Any) -> Callable[..., jax.Array]:
+    """The backend's select."""
+    if not takes_mosaic(backend, *arrays):
+        return xla.select_rows
+    from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
+    from msa_icp_jax.ops.select import mosaic
+
+    target = launch.current_target()
+    return functools.partial(mosaic.select_rows, enable_pdl=enable_pdl, target=target)
 
 
 def _check_order(begin: int, end: int, index_scale: int, index_offset: int | jax.Array) -> None:
