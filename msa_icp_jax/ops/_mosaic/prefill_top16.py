@@ -1,21 +1,26 @@
 """A running Top16 of every query row of the prefill scorer, and the rows made of it.
 
-While a CTA walks a tile's columns in ascending order, each thread keeps the best 16 of its own row
-(see `prefill_pieces`: a step leaves a row's page maxima in one lane), sorted, in registers. Sorting
-a column in costs far more than the few columns that may enter are worth interrupting all 32 rows
-of a warp for, so columns that beat the 16th best are first queued in shared memory; when a lane's
-queue is nearly full, the warp sorts in all queues at once, an entry of every lane at a time.
+While a CTA walks a tile's columns in ascending order, each thread looks after one row of its own
+(see `prefill_pieces`: a step leaves a row's page maxima in one lane). Columns that beat the 16th
+best so far are appended to the row's *log* in shared memory, which holds the best 16 of earlier
+columns in its first places. When a log of the warpgroup is nearly full, all its logs are *cut* back
+to their best 16 at once: alone, each of the four warps would keep the other three waiting.
 
-Columns come in ascending order and only a better one displaces another, so of equal scores the
-lower id stays. An empty place is NaN, which every score "beats", -inf too. Forced columns are known
-from their numbers alone: they bypass the list, their scores go to a buffer of their own.
+A cut sorts scores only: a network merges the log's new scores with the 16 best, kept sorted in
+registers; the new 16th best is the bar that an entry must reach to stay. A log is always in the
+order of its columns, so of equal scores at the bar the first ones stay: the lower ids.
 
-A tile's parts leave one list each; `finish_rows` joins them in the order of their columns.
+Scores of hidden pages, -inf, are carried as a number below all real scores, so that -inf is free to
+mean an empty place. Forced columns are known from their numbers alone: they bypass the log, their
+scores go to a buffer of their own.
+
+A tile's parts leave one log each; `finish_rows` joins them in the order of their columns.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -52,13 +57,12 @@ from msa_icp_jax.ops._mosaic.prefill_pieces import (
 from msa_icp_jax.ops.prefill_plan import balance
 from msa_icp_jax.rows import NEG_INF_WORD, NO_BLOCK, READY, ROW_WORDS
 
-LIST_WORDS = 2 * TOPK  # of a row: 16 scores, then their columns
-QUEUE_WORDS = 2 * ROWS  # of one place of all queues: (score, column) of every thread
-_QUEUE = 16  # places of a queue
-QUEUE_SHAPE = (_QUEUE, QUEUE_WORDS)  # of the shared memory of a warpgroup's queues, in words
-_LOWEST = float("-inf")
-_NOTHING = float("nan")
-_LAST = 0x7FFFFFFF
+_NEW = 16  # places for new entries
+PLACE_WORDS = 2 * ROWS  # one place of all logs: (score, column) of every thread
+LOG_SHAPE = (TOPK + _NEW, PLACE_WORDS)  # shared memory of a warpgroup's logs, int32
+LIST_SHAPE = (TOPK, PLACE_WORDS)  # what a warpgroup leaves of them, int32
+_HIDDEN = -1e30  # real scores are below 448 * 448 * 128 in size
+_EMPTY = float("-inf")
 
 _SCALAR = plgpu.Layout.WG_SPLAT
 _PER_ROW = plgpu.Layout.WG_STRIDED((ROWS,), 1)
@@ -96,8 +100,10 @@ class Selection:
 
 
 class Bounds(NamedTuple):
-    """The candidates of each row, int32 [128] each: columns [0, stop), of which [0, front) and
-    [back, stop) are forced."""
+    """Each row's candidates, columns [0, stop), of which [0, front) and [back, stop) are forced.
+
+    Three arrays int32 [128].
+    """
 
     front: Any
     back: Any
@@ -105,11 +111,17 @@ class Bounds(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The lists of a warpgroup's rows: place i of row r at i * 128 + r."""
+    """The state of a warpgroup's logs.
 
-    scores: Any  # float32 [16 * 128]
-    columns: Any  # int32 [16 * 128]
-    queued: Any  # int32 [128]
+    Attributes:
+      scores: float32 [16 * 128], the best scores, i-th best of row r at i * 128 + r.
+      kept: int32 [128], entries in the log's first places that these scores are of.
+      count: int32 [128], all entries in the log.
+    """
+
+    scores: Any
+    kept: Any
+    count: Any
 
 
 def row_bounds(
@@ -145,18 +157,14 @@ def row_bounds(
 
 
 def nothing_yet(facts: Selection) -> Best:
-    """Empty lists."""
+    """Empty logs."""
     if facts.interpret:
-        return Best(
-            jnp.full((TOPK * ROWS,), jnp.nan, jnp.float32),
-            jnp.full((TOPK * ROWS,), NO_BLOCK, jnp.int32),
-            jnp.zeros((ROWS,), jnp.int32),
-        )
+        none = jnp.zeros((ROWS,), jnp.int32)
+        return Best(jnp.full((TOPK * ROWS,), _EMPTY, jnp.float32), none, none)
 
     @plgpu.inline_mgpu(return_type=_best_types())
     def empty(_: Any) -> Any:
-        nothing = lanes.constant(_NOTHING, f32())
-        return _best_arrays([nothing] * TOPK, [int32(NO_BLOCK)] * TOPK, int32(0))
+        return _best_arrays([lanes.constant(_EMPTY, f32())] * TOPK, int32(0), int32(0))
 
     return Best(*empty())
 
@@ -165,7 +173,7 @@ def push(
     products: jax.Array,
     best: Best,
     bounds: Bounds,
-    queues: Any,
+    logs: Any,
     forced: Any,
     row: Any,
     column: Any,
@@ -177,7 +185,7 @@ def push(
     Args:
       products: float32 [128, 128], query rows x keys.
       best, bounds: see there.
-      queues: ref of this warpgroup's queues in shared memory.
+      logs: ref of this warpgroup's logs in shared memory.
       forced: ref, float32 [16, padded_rows], of the forced columns' scores: column c < front of a
         row at place c, column c >= back at place front + c - back.
       row: query row (4 token + head) of row 0.
@@ -186,13 +194,13 @@ def push(
       facts: see `Selection`.
     """
     if facts.interpret:
-        return _push_stock(products, best, bounds, forced, row, column, causal, facts)
+        return _push_stock(products, best, bounds, logs, forced, row, column, causal, facts)
     scalars = (row, column, *(causal or ()))
 
     @plgpu.inline_mgpu(
         arg_types=(
             plgpu.Layout.WGMMA,
-            *(_PER_LIST, _PER_LIST, _PER_ROW),
+            *(_PER_LIST, _PER_ROW, _PER_ROW),
             *(_PER_ROW, _PER_ROW, _PER_ROW),
             *(plgpu.RefType(), plgpu.RefType()),
             *[_SCALAR] * len(scalars),
@@ -203,47 +211,52 @@ def push(
         _: Any,
         products: Any,
         scores: Any,
-        columns: Any,
-        queued: Any,
+        kept: Any,
+        count: Any,
         front: Any,
         back: Any,
         stop: Any,
-        queues: Any,
+        logs: Any,
         forced: Any,
         *scalars: Any,
     ) -> Any:
         row, column, *causal = (lanes.scalar(x) for x in scalars)
         place = Place()
         new = row_maxima(place, products, causal, facts.pages)
-        new = [maximum(x, _LOWEST) for x in new]
-        mine = _List(scores, columns, queued, queues, place)
+        new = [maximum(x, _HIDDEN) for x in new]
+        log = _Log(logs, place, _elements(scores), _elements(kept)[0], _elements(count)[0])
         limits = Bounds(*(_elements(x)[0] for x in (front, back, stop)))
         for g, score in enumerate(new):
-            mine.queue(score, column + g, limits)
+            at = column + g
+            log.append(score, at, (score > log.bar) & (at >= limits.front) & (at < limits.back))
         _store_forced(new, column, limits, Words.of(forced) + (row + place.row()), facts)
-        crowded = mine.queued > _QUEUE - facts.pages.count
-        return mine.arrays_after(lanes.warp_ballot(crowded).ne(0))
+        crowded = log.count - log.kept > _NEW - facts.pages.count
+        types = [f32()] * TOPK + [i32(), i32()]
+        *scores, kept, count = lanes.choose(_any_of_team(crowded), types, log.cut, log.state)
+        return _best_arrays(scores, kept, count)
 
-    return Best(*take(products, *best, *bounds, queues, forced, *scalars))
+    return Best(*take(products, *best, *bounds, logs, forced, *scalars))
 
 
-def publish(best: Best, queues: Any, target: Any, facts: Selection) -> None:
-    """Writes the lists to `target`, a ref int32 [32, 128]."""
+def publish(best: Best, logs: Any, target: Any, facts: Selection) -> None:
+    """Writes the logs, cut, to `target`, a ref int32 LIST_SHAPE; empty places have column -1."""
     if facts.interpret:
-        words = lax.bitcast_convert_type(best.scores, jnp.int32)
-        target[...] = jnp.concatenate([words, best.columns]).reshape(LIST_WORDS, ROWS)
+        place = jnp.arange(TOPK)[:, None]
+        words = jnp.where(place < jnp.repeat(best.kept, 2), logs[:TOPK], NO_BLOCK)
+        target[...] = words
         return
 
-    @plgpu.inline_mgpu(arg_types=(_PER_LIST, _PER_LIST, _PER_ROW, plgpu.RefType(), plgpu.RefType()))
-    def write(_: Any, scores: Any, columns: Any, queued: Any, queues: Any, target: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(_PER_LIST, _PER_ROW, _PER_ROW, plgpu.RefType(), plgpu.RefType()))
+    def write(_: Any, scores: Any, kept: Any, count: Any, logs: Any, target: Any) -> None:
         place = Place()
-        mine = _List(scores, columns, queued, queues, place)
-        scores, columns = mine.sorted_in()
-        at = Words.of(target) + place.thread
-        for i, word in enumerate([*scores, *columns]):
-            (at + i * ROWS).store(word)
+        log = _Log(logs, place, _elements(scores), _elements(kept)[0], _elements(count)[0])
+        *_, kept, _ = log.cut()
+        at = Words.of(target) + place.thread * 2
+        for i in range(TOPK):
+            score, column = log.entry(i)
+            _store_pair(at + i * PLACE_WORDS, score, where(kept > i, column, NO_BLOCK))
 
-    write(*best, queues, target)
+    write(*best, logs, target)
 
 
 class Joined(NamedTuple):
@@ -251,19 +264,20 @@ class Joined(NamedTuple):
 
     tiles: Any  # of the work list
     tile_of: Any
-    lists: Any  # int32 [slots, 2, 32, 128]
+    lists: Any  # int32 [slots, 2, *LIST_SHAPE]
     forced: Any  # float32 [16, padded_rows]
     counts: Any  # num_valid_pages
 
 
 def finish_rows(
-    refs: Joined, carrier: Any, stage: Any, offset: Any, part: Any, facts: Selection
+    refs: Joined, carrier: Any, logs: Any, stage: Any, offset: Any, part: Any, facts: Selection
 ) -> None:
     """One warpgroup: the candidate rows of tokens [32 part, 32 part + 32).
 
     Args:
       refs: see `Joined`.
       carrier: ref of the rows, int32 [4, capacity, 33].
+      logs: ref of logs in shared memory.
       stage: ref, int32 [128 * 33], shared memory.
       offset: block of column 0.
       part: see above.
@@ -274,7 +288,7 @@ def finish_rows(
         return
     listed, capacity = refs.tile_of.shape[0], carrier.shape[1]
 
-    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 7, _SCALAR, _SCALAR))
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 8, _SCALAR, _SCALAR))
     def finish(
         _: Any,
         tiles: Any,
@@ -283,6 +297,7 @@ def finish_rows(
         forced: Any,
         counts: Any,
         carrier: Any,
+        logs: Any,
         stage: Any,
         offset: Any,
         part: Any,
@@ -292,6 +307,7 @@ def finish_rows(
         row, first = place.row(), part * (ROWS // NUM_HEADS)
         token = first + (row >> 2)
         tile = (Words.of(tile_of) + minimum(token, listed - 1)).load()
+        count = (Words.of(counts) + minimum(token, facts.tokens - 1)).load()
         live = (token < listed) & (tile >= 0)
         fields = Words.of(tiles) + maximum(tile, 0) * balance.TILE_FIELDS
         slot = (fields + balance.FIRST_SLOT).load()
@@ -299,45 +315,18 @@ def finish_rows(
         # Columns that the scorer went through; those behind them are -inf.
         seen = _steps((fields + balance.SCORED).load(), facts) * facts.pages.count
         seen = where(live, seen, 0)
-        count = (Words.of(counts) + minimum(token, facts.tokens - 1)).load()
         bounds = _bounds(where(live, count, 0), offset, facts)
 
-        source = Words.of(lists) + (slot * 2 + (part & 1)).to_i64() * (LIST_WORDS * ROWS)
-        scores, columns = _join(source + place.thread, parts)
-        need = minimum(
-            maximum(int32(TOPK) - bounds.front - bounds.stop + bounds.back, 0),
-            bounds.back - bounds.front,
-        )
-        scores, columns = _fill_up(scores, columns, maximum(bounds.front, seen))
-        scores, columns = _by_column(scores, columns, need)
-
-        target = Words.of(stage) + row * ROW_WORDS
-        for i in range(TOPK):
-            with when(need > i):
-                _store_entry(target + bounds.front + i, scores[i], columns[i], offset, facts)
-        source = Words.of(forced) + (part * ROWS + row)
-        forced_count = bounds.front + bounds.stop - bounds.back
-
-        def store_forced(f: Lane) -> tuple[()]:
-            column = where(f < bounds.front, f, bounds.back + f - bounds.front)
-            at = where(f < bounds.front, f, f + need)
-            score = (source + f * facts.padded_rows).load(f32())
-            score = where(column < seen, score, _LOWEST)
-            _store_entry(target + at, score, column, offset, facts)
-            return ()
-
-        def store_tail(i: Lane) -> tuple[()]:
-            (target + i).store(int32(NEG_INF_WORD))
-            (target + i + TOPK).store(int32(NO_BLOCK))
-            return ()
-
-        lanes.loop(int32(0), forced_count, 1, (), store_forced)
-        lanes.loop(forced_count + need, int32(TOPK), 1, (), store_tail)
-        (target + 2 * TOPK).store(int32(READY))
+        source = Words.of(lists) + (slot * 2 + (part & 1)).to_i64() * (TOPK * PLACE_WORDS)
+        log = _join(_Log.empty(logs, place), source + place.thread * 2, parts)
+        row_of = _Row(Words.of(stage) + row * ROW_WORDS, bounds, seen, offset, facts)
+        row_of.store_chosen(log)
+        row_of.store_forced(Words.of(forced) + (part * ROWS + row))
+        row_of.store_tail()
         lanes.team_barrier()
         _store_rows(Words.of(stage), Words.of(carrier), first, capacity, facts)
 
-    finish(*refs, carrier, stage, offset, part)
+    finish(*refs, carrier, logs, stage, offset, part)
 
 
 # ---- the stock twins ----
@@ -355,31 +344,42 @@ def _bounds_stock(count: jax.Array, offset: Any, facts: Selection) -> Bounds:
 
 
 def _keep_best(scores: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The best 16 of the first axis, best first; of equal ones the first; NaN is no candidate."""
-    order = jnp.lexsort((-scores, jnp.isnan(scores)), axis=0)[:TOPK]
-    return (
-        jnp.take_along_axis(scores, order, axis=0),
-        jnp.take_along_axis(columns, order, axis=0),
+    """The best 16 of the first axis, in its order; of equal ones the first; _EMPTY is none."""
+    best = jnp.lexsort((-scores,), axis=0)[:TOPK]
+    best = jnp.sort(
+        jnp.where(jnp.take_along_axis(scores, best, axis=0) > _EMPTY, best, len(scores)), axis=0
     )
+    scores = jnp.concatenate([scores, jnp.full_like(scores[:1], _EMPTY)])
+    columns = jnp.concatenate([columns, jnp.full_like(columns[:1], NO_BLOCK)])
+    return jnp.take_along_axis(scores, best, axis=0), jnp.take_along_axis(columns, best, axis=0)
 
 
 def _push_stock(
     products: jax.Array,
     best: Best,
     bounds: Bounds,
+    logs: Any,
     forced: Any,
     row: Any,
     column: Any,
     causal: Causal | None,
     facts: Selection,
 ) -> Best:
-    new = page_maxima_stock(products, causal, facts.pages).T
+    """Cuts at every step; the log's first places are all the state there is."""
+    new = jnp.maximum(page_maxima_stock(products, causal, facts.pages), _HIDDEN).T
     at = jnp.broadcast_to(column + jnp.arange(facts.pages.count)[:, None], new.shape)
     inside = (at >= bounds.front) & (at < bounds.back)
+    place = jnp.arange(TOPK)[:, None]
+    words = logs[:TOPK].reshape(TOPK, ROWS, 2)
+    old = lax.bitcast_convert_type(words[..., 0], jnp.float32)
     scores, columns = _keep_best(
-        jnp.concatenate([best.scores.reshape(TOPK, ROWS), jnp.where(inside, new, jnp.nan)]),
-        jnp.concatenate([best.columns.reshape(TOPK, ROWS), at]),
+        jnp.concatenate(
+            [jnp.where(place < best.kept, old, _EMPTY), jnp.where(inside, new, _EMPTY)]
+        ),
+        jnp.concatenate([words[..., 1], at]),
     )
+    words = jnp.stack([lax.bitcast_convert_type(scores, jnp.int32), columns], axis=-1)
+    logs[:TOPK] = words.reshape(TOPK, PLACE_WORDS)
     store = ~inside & (at < bounds.stop)
     slot = jnp.where(at < bounds.front, at, bounds.front + at - bounds.back)
 
@@ -394,7 +394,8 @@ def _push_stock(
                     values = lax.dynamic_slice_in_dim(new[g], r, NUM_HEADS)
                     forced[slot[g, r], pl.ds(row + r, NUM_HEADS)] = values
 
-    return Best(scores.reshape(-1), columns.reshape(-1), best.queued)
+    kept = jnp.sum(scores > _EMPTY, axis=0, dtype=jnp.int32)
+    return Best(best.scores, kept, kept)
 
 
 def _finish_stock(refs: Joined, carrier: Any, offset: Any, part: Any, facts: Selection) -> None:
@@ -415,25 +416,25 @@ def _finish_stock(refs: Joined, carrier: Any, offset: Any, part: Any, facts: Sel
         front, back, stop = _bounds_stock(jnp.where(live, refs.counts[token], 0), offset, facts)
 
         def join(i: Any, best: Any) -> Any:
-            words = refs.lists[slot + i, lax.rem(part, 2), :, pl.ds(t * NUM_HEADS, NUM_HEADS)]
-            new = lax.bitcast_convert_type(words[:TOPK], jnp.float32)
+            words = pl.ds(t * 2 * NUM_HEADS, 2 * NUM_HEADS)
+            new = refs.lists[slot + i, lax.rem(part, 2), :, words].reshape(TOPK, NUM_HEADS, 2)
+            scores = lax.bitcast_convert_type(new[..., 0], jnp.float32)
+            scores = jnp.where(new[..., 1] >= 0, scores, _EMPTY)
             return _keep_best(
-                jnp.concatenate([best[0], new]), jnp.concatenate([best[1], words[TOPK:]])
+                jnp.concatenate([best[0], scores]), jnp.concatenate([best[1], new[..., 1]])
             )
 
         nothing = (
-            jnp.full((TOPK, NUM_HEADS), jnp.nan, jnp.float32),
+            jnp.full((TOPK, NUM_HEADS), _EMPTY, jnp.float32),
             jnp.full((TOPK, NUM_HEADS), NO_BLOCK, jnp.int32),
         )
         scores, columns = lax.fori_loop(0, parts, join, nothing)
-        held = jnp.sum(~jnp.isnan(scores), axis=0)
-        columns = jnp.where(place < held, columns, jnp.maximum(front, seen) + place - held)
-        scores = jnp.where(place < held, scores, -jnp.inf)
         need = jnp.minimum(jnp.maximum(TOPK - front - stop + back, 0), back - front)
-        columns = jnp.where(place < need, columns, _LAST)
-        order = jnp.argsort(columns, axis=0)
-        chosen = jnp.clip(place - front, 0, TOPK - 1)
-        chosen = jnp.take_along_axis(order, jnp.broadcast_to(chosen, order.shape), axis=0)
+        rank = jnp.argsort(jnp.argsort(-scores, axis=0), axis=0)
+        scores, columns = _keep_best(jnp.where(rank < need, scores, _EMPTY), columns)
+        held = jnp.sum(scores > _EMPTY, axis=0)
+        columns = jnp.where(place < held, columns, jnp.maximum(front, seen) + place - held)
+        chosen = jnp.broadcast_to(jnp.clip(place - front, 0, TOPK - 1), scores.shape)
         scores = jnp.take_along_axis(scores, chosen, axis=0)
         columns = jnp.take_along_axis(columns, chosen, axis=0)
 
@@ -448,7 +449,8 @@ def _finish_stock(refs: Joined, carrier: Any, offset: Any, part: Any, facts: Sel
         scores = jnp.where(is_chosen, scores, jnp.where(column < seen, stored, -jnp.inf))
         columns = jnp.where(is_chosen, columns, column)
         used = place < front + need + stop - back
-        scores = jnp.where(scores == 0, 0.0, jnp.where(used, scores, -jnp.inf))
+        scores = jnp.where(used & (scores > _HIDDEN), scores, -jnp.inf)
+        scores = jnp.where(scores == 0, 0.0, scores)
         ids = jnp.where(used, columns * facts.scale + offset, NO_BLOCK)
         words = lax.bitcast_convert_type(scores, jnp.int32)
         flag = jnp.full((1, NUM_HEADS), READY, jnp.int32)
@@ -462,61 +464,121 @@ def _columns(facts: Selection) -> int:
 # ---- parts of the inline code: each emits the program of one CUDA thread ----
 
 
-class _List:
-    """This thread's list and queue."""
+class _Log:
+    """This thread's log: `count` entries, of which the first `kept` have the sorted `scores`."""
 
-    def __init__(self, scores: Any, columns: Any, queued: Any, queues: Any, place: Place) -> None:
-        self.scores, self.columns = _elements(scores), _elements(columns)
-        self.queued = _elements(queued)[0]
-        self.place = Words.of(queues) + place.thread * 2
+    def __init__(
+        self, logs: Any, place: Place, scores: list[Lane], kept: Lane, count: Lane
+    ) -> None:
+        self.logs, self.place = logs, place
+        self.start = Words.of(logs) + place.thread * 2
+        self.scores, self.kept, self.count = scores, kept, count
 
-    def queue(self, score: Lane, column: Lane, bounds: Bounds) -> None:
-        """Queues a column that may enter the list."""
-        enters = _beats(score, self.scores[-1]) & (column >= bounds.front) & (column < bounds.back)
+    @staticmethod
+    def empty(logs: Any, place: Place) -> _Log:
+        return _Log(logs, place, [lanes.constant(_EMPTY, f32())] * TOPK, int32(0), int32(0))
+
+    @property
+    def bar(self) -> Lane:
+        """What a new score has to exceed."""
+        return self.scores[-1]
+
+    def state(self) -> list[Lane]:
+        return [*self.scores, self.kept, self.count]
+
+    def entry(self, place: Lane | int) -> tuple[Lane, Lane]:
+        score, column = (self.start + place * PLACE_WORDS).load_vector(i32(), 2)
+        return score.bits(f32()), column
+
+    def append(self, score: Lane, column: Lane, enters: Lane) -> None:
         with when(enters):
-            _store_pair(self.place + self.queued * QUEUE_WORDS, score, column)
-        self.queued = self.queued + enters.to_i32()
+            _store_pair(self.start + self.count * PLACE_WORDS, score, column)
+        self.count = self.count + enters.to_i32()
 
-    def sorted_in(self) -> tuple[list[Lane], list[Lane]]:
-        """The list with all queued entries, an entry of every lane of the warp at a time."""
+    def cut(self) -> list[Lane]:
+        """The state with the best 16 entries left; all lanes of a warp come here together."""
+        scores = _best_of_two(self.scores, self._new_scores())
+        bar = scores[-1]
+        ties = scores[-2].eq(bar) & (bar > _EMPTY)
 
-        def one(i: Lane, *entries: Lane) -> list[Lane]:
-            score, column = (self.place + i * QUEUE_WORDS).load_vector(i32(), 2)
-            return _insert(entries, score.bits(f32()), column, i < self.queued)
+        def keep_all() -> list[Lane]:
+            return [self._compact(lambda score: score >= bar)]
 
-        longest = int32(0) - lanes.warp_min(int32(0) - self.queued)
-        found = lanes.loop(int32(0), longest, 1, [*self.scores, *self.columns], one)
-        return list(found[:TOPK]), list(found[TOPK:])
+        def keep_first() -> list[Lane]:
+            return [self._compact(_at_bar(bar, _count_equal(scores, bar)))]
 
-    def arrays_after(self, crowded: Lane) -> Any:
-        """The state, the queue emptied where the warp's predicate `crowded` holds."""
+        some = lanes.warp_ballot(ties).ne(0)
+        kept = lanes.choose(some, [i32()], keep_first, keep_all)[0]
+        return [*scores, kept, kept]
 
-        def emptied() -> list[Lane]:
-            scores, columns = self.sorted_in()
-            return [*scores, *columns, int32(0)]
+    def _new_scores(self) -> list[Lane]:
+        found = []
+        for i in range(_NEW):
+            place = self.kept + i
+            score = (self.start + place * PLACE_WORDS).load(f32())
+            found.append(where(place < self.count, score, _EMPTY))
+        return found
 
-        types = [f32()] * TOPK + [i32()] * (TOPK + 1)
-        found = lanes.choose(
-            crowded, types, emptied, lambda: [*self.scores, *self.columns, self.queued]
-        )
-        return _best_arrays(found[:TOPK], found[TOPK : 2 * TOPK], found[-1])
+    def _compact(self, stays: Callable[[Lane], Lane]) -> Lane:
+        """Moves the entries that stay to the front; returns how many. At most 16 may stay."""
+        kept = int32(0)
+        for half in (range(TOPK), range(TOPK, TOPK + _NEW)):
+            # None of these is overwritten before it is read: 16 entries stay at most.
+            entries = [self.entry(i) for i in half]
+            for i, (score, column) in zip(half, entries, strict=True):
+                stay = (self.count > i) & stays(score)
+                with when(stay):
+                    _store_pair(self.start + kept * PLACE_WORDS, score, column)
+                kept = kept + stay.to_i32()
+        return kept
 
 
-def _beats(score: Lane, other: Lane) -> Lane:
-    """Whether a score takes the place of `other`; any score takes an empty one."""
-    return (score <= other) ^ 1
+def _at_bar(bar: Lane, places: Lane) -> Callable[[Lane], Lane]:
+    """A predicate for scores in their order: above the bar, or among the first `places` at it."""
+    left = places
+
+    def stays(score: Lane) -> Lane:
+        nonlocal left
+        at_bar = score.eq(bar) & (left > 0)
+        left = left - at_bar.to_i32()
+        return (score > bar) | at_bar
+
+    return stays
 
 
-def _insert(entries: Any, score: Lane, column: Lane, valid: Lane) -> list[Lane]:
-    """A sorted list (16 scores, 16 columns) with a column that is behind all of it."""
-    scores, columns = entries[:TOPK], entries[TOPK:]
-    beats = [valid & _beats(score, s) for s in scores]
-    after: list[list[Lane]] = [[], []]
-    for old, new, out in ((scores, score, after[0]), (columns, column, after[1])):
-        out.append(where(beats[0], new, old[0]))
-        for i in range(1, TOPK):
-            out.append(where(beats[i], where(beats[i - 1], old[i - 1], new), old[i]))
-    return after[0] + after[1]
+def _count_equal(scores: list[Lane], bar: Lane) -> Lane:
+    count = int32(0)
+    for score in scores:
+        count = count + score.eq(bar).to_i32()
+    return count
+
+
+def _best_of_two(old: list[Lane], new: list[Lane]) -> list[Lane]:
+    """The 16 best of 16 descending and 16 unsorted scores, descending."""
+    new = list(new)
+    for a, b in _sorting_network(TOPK):
+        new[a], new[b] = maximum(new[a], new[b]), _lower(new[a], new[b])
+    both = [maximum(a, b) for a, b in zip(old, reversed(new), strict=True)]
+    step = TOPK // 2
+    while step:
+        for i in range(TOPK):
+            if not i & step:
+                a, b = both[i], both[i + step]
+                both[i], both[i + step] = maximum(a, b), _lower(a, b)
+        step //= 2
+    return both
+
+
+def _lower(a: Lane, b: Lane) -> Lane:
+    return Lane(arith.minnumf(a.value, b.value))
+
+
+def _any_of_team(condition: Lane) -> Lane:
+    """Whether the predicate holds in any thread of the warpgroup."""
+    barrier = Lane(mgpu.utils.warpgroup_barrier_idx(sync=False))
+    text = """{ .reg .pred p, q; setp.ne.s32 p, $1, 0;
+        bar.red.or.pred q, $2, 128, p; selp.s32 $0, 1, 0, q; }"""
+    return lanes.ptx(text, condition.to_i32(), barrier, result=i32(), collective=True).ne(0)
 
 
 def _store_forced(
@@ -552,54 +614,86 @@ def _steps(positions: Lane, facts: Selection) -> Lane:
     return (positions + (facts.positions - 1)) >> shift
 
 
-def _join(source: Words, parts: Lane) -> tuple[list[Lane], list[Lane]]:
-    """The best 16 of a row's `parts` lists, which are in the order of their columns."""
-    of_word = [f32()] * TOPK + [i32()] * TOPK
+def _join(log: _Log, source: Words, parts: Lane) -> _Log:
+    """A row's log of `parts` lists, which are in the order of their columns."""
 
-    def load_first() -> list[Lane]:
-        return [(source + i * ROWS).load(of) for i, of in enumerate(of_word)]
+    def one(part: Lane, *state: Lane) -> list[Lane]:
+        *scores, kept, _ = state
+        joined = _Log(log.logs, log.place, scores, kept, kept)
+        start = source + part * (2 * TOPK * PLACE_WORDS)
+        pairs = [(start + i * PLACE_WORDS).load_vector(i32(), 2) for i in range(TOPK)]
+        for score, column in pairs:
+            joined.append(score.bits(f32()), column, (part < parts) & (column >= 0))
+        return joined.cut()
 
-    def none() -> list[Lane]:
-        return [lanes.constant(_NOTHING, f32())] * TOPK + [int32(NO_BLOCK)] * TOPK
-
-    entries = lanes.choose(parts > 0, of_word, load_first, none)
-
-    def one_list(part: Lane, *entries: Lane) -> tuple[Lane, ...]:
-        start = source + part * (2 * LIST_WORDS * ROWS)
-
-        def one_entry(i: Lane, *entries: Lane) -> list[Lane]:
-            at = start + i * ROWS
-            score = at.load(f32())
-            return _insert(entries, score, (at + TOPK * ROWS).load(), score.eq(score))
-
-        return lanes.loop(int32(0), int32(TOPK), 1, entries, one_entry)
-
-    entries = lanes.loop(int32(1), parts, 1, entries, one_list)
-    return list(entries[:TOPK]), list(entries[TOPK:])
+    most = int32(0) - lanes.warp_min(int32(0) - parts)  # a cut needs the whole warp
+    *scores, kept, count = lanes.loop(int32(0), most, 1, log.state(), one)
+    return _Log(log.logs, log.place, scores, kept, count)
 
 
-def _fill_up(
-    scores: list[Lane], columns: list[Lane], behind: Lane
-) -> tuple[list[Lane], list[Lane]]:
-    """Gives empty places the columns from `behind` on, whose scores are -inf."""
-    for i in range(TOPK):
-        empty = scores[i].ne(scores[i])
-        scores[i], columns[i] = where(empty, _LOWEST, scores[i]), where(empty, behind, columns[i])
-        behind = behind + empty.to_i32()
-    return scores, columns
+class _Row:
+    """A row's 33 words in shared memory."""
 
+    def __init__(
+        self, target: Words, bounds: Bounds, seen: Lane, offset: Lane, facts: Selection
+    ) -> None:
+        self.target, self.bounds, self.seen = target, bounds, seen
+        self.offset, self.facts = offset, facts
+        self.forced = bounds.front + bounds.stop - bounds.back
+        self.need = minimum(maximum(int32(TOPK) - self.forced, 0), bounds.back - bounds.front)
 
-def _by_column(
-    scores: list[Lane], columns: list[Lane], need: Lane
-) -> tuple[list[Lane], list[Lane]]:
-    """The first `need` entries in the order of their columns."""
-    columns = [where(need > i, column, _LAST) for i, column in enumerate(columns)]
-    for a, b in _sorting_network(TOPK):
-        swap = columns[a] > columns[b]
-        for values in (scores, columns):
-            low, high = values[a], values[b]
-            values[a], values[b] = where(swap, high, low), where(swap, low, high)
-    return scores, columns
+    def _store(self, place: Lane, score: Lane, column: Lane) -> None:
+        score = where(score > _HIDDEN, score, float("-inf"))
+        (self.target + place).store(where(score.eq(0.0), 0.0, score))
+        (self.target + place + TOPK).store(column * self.facts.scale + self.offset)
+
+    def store_chosen(self, log: _Log) -> None:
+        """The best `need` entries, then columns that the scorer did not go through: -inf."""
+        bar, at_bar = lanes.constant(float("inf"), f32()), int32(0)
+        for i, score in enumerate(log.scores):
+            bar = where(self.need > i, score, bar)
+        for i, score in enumerate(log.scores):
+            at_bar = at_bar + ((self.need > i) & score.eq(bar)).to_i32()
+        stays = _at_bar(bar, at_bar)
+        stored = int32(0)
+        for i in range(TOPK):
+            score, column = log.entry(i)
+            stay = (log.kept > i) & stays(score)
+            with when(stay):
+                self._store(self.bounds.front + stored, score, column)
+            stored = stored + stay.to_i32()
+
+        behind = maximum(self.bounds.front, self.seen) - stored
+
+        def fill(i: Lane) -> tuple[()]:
+            hidden = lanes.constant(_HIDDEN, f32())
+            self._store(self.bounds.front + i, hidden, behind + i)
+            return ()
+
+        lanes.loop(stored, self.need, 1, (), fill)
+
+    def store_forced(self, scores: Words) -> None:
+        front, back = self.bounds.front, self.bounds.back
+
+        def one(f: Lane) -> tuple[()]:
+            column = where(f < front, f, back + f - front)
+            score = (scores + f * self.facts.padded_rows).load(f32())
+            score = where(column < self.seen, score, _HIDDEN)
+            self._store(where(f < front, f, f + self.need), score, column)
+            return ()
+
+        lanes.loop(int32(0), self.forced, 1, (), one)
+
+    def store_tail(self) -> None:
+        """What no candidate takes, and the ready flag."""
+
+        def one(i: Lane) -> tuple[()]:
+            (self.target + i).store(int32(NEG_INF_WORD))
+            (self.target + i + TOPK).store(int32(NO_BLOCK))
+            return ()
+
+        lanes.loop(self.forced + self.need, int32(TOPK), 1, (), one)
+        (self.target + 2 * TOPK).store(int32(READY))
 
 
 def _sorting_network(size: int) -> list[tuple[int, int]]:
@@ -618,11 +712,6 @@ def _sorting_network(size: int) -> list[tuple[int, int]]:
         return sort(low, half) + sort(low + half, half) + merge(low, count, 1)
 
     return sort(0, size)
-
-
-def _store_entry(place: Words, score: Lane, column: Lane, offset: Lane, facts: Selection) -> None:
-    place.store(where(score.eq(0.0), 0.0, score))
-    (place + TOPK).store(column * facts.scale + offset)
 
 
 def _store_rows(stage: Words, carrier: Words, first: Lane, capacity: int, facts: Selection) -> None:
@@ -650,15 +739,16 @@ def _store_pair(place: Words, score: Lane, column: Lane) -> None:
 
 
 def _best_types() -> Any:
+    per_row = plgpu.ShapeDtypeStruct((ROWS,), jnp.int32, _PER_ROW)
     return (
         plgpu.ShapeDtypeStruct((TOPK * ROWS,), jnp.float32, _PER_LIST),
-        plgpu.ShapeDtypeStruct((TOPK * ROWS,), jnp.int32, _PER_LIST),
-        plgpu.ShapeDtypeStruct((ROWS,), jnp.int32, _PER_ROW),
+        per_row,
+        per_row,
     )
 
 
-def _best_arrays(scores: Any, columns: Any, queued: Lane) -> Any:
-    return _array(scores, _PER_LIST), _array(columns, _PER_LIST), _array([queued], _PER_ROW)
+def _best_arrays(scores: Any, kept: Lane, count: Lane) -> Any:
+    return _array(scores, _PER_LIST), _array([kept], _PER_ROW), _array([count], _PER_ROW)
 
 
 def _array(elements: Any, layout: Any) -> Any:

@@ -49,12 +49,13 @@ from msa_icp_jax.ops._mosaic.prefill_pieces import (
     fill_hidden,
     store_maxima,
 )
-from msa_icp_jax.ops._mosaic.prefill_top16 import LIST_WORDS, Joined, Selection
+from msa_icp_jax.ops._mosaic.prefill_top16 import LIST_SHAPE, LOG_SHAPE, Joined, Selection
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan.balance import TILE_TOKENS, UNIT_POSITIONS
 from msa_icp_jax.rows import ROW_WORDS
 
 _STAGES = 8  # key steps in flight
+_STAGES_BESIDE_LOGS = 6
 _CONSUMERS = 2
 _TILE_ROWS = TILE_TOKENS * NUM_HEADS
 _CONSUMER_TOKENS = TILE_TOKENS // _CONSUMERS
@@ -105,6 +106,7 @@ def prefill_scores(
         work,
         rank,
         (work.tile_of, scores),
+        stages=_STAGES,
         steps=steps,
         pdl=enable_pdl,
         target=target,
@@ -163,16 +165,15 @@ def prefill_rows(
         work,
         rank,
         (num_valid_pages,),
+        stages=_STAGES_BESIDE_LOGS,
         steps=steps,
         pdl=enable_pdl,
         target=target,
         out_type=(
-            jax.ShapeDtypeStruct((work.slots, _CONSUMERS, LIST_WORDS, ROWS), jnp.int32),
+            jax.ShapeDtypeStruct((work.slots, _CONSUMERS, *LIST_SHAPE), jnp.int32),
             jax.ShapeDtypeStruct((TOPK, facts.padded_rows), jnp.float32),
         ),
-        scratch=dict(
-            queues=plgpu.SMEM((_CONSUMERS, *prefill_top16.QUEUE_SHAPE), jnp.int32),
-        ),
+        scratch={"logs": plgpu.SMEM((_CONSUMERS, *LOG_SHAPE), jnp.int32)},
     )
     rows = jax.new_ref(carrier)
     launch.launch(
@@ -180,7 +181,10 @@ def prefill_rows(
         name="prefill_rows",
         target=target,
         grid=(facts.padded_rows // ROWS,),
-        scratch_types=dict(stage=plgpu.SMEM((ROWS * ROW_WORDS,), jnp.int32)),
+        scratch_types={
+            "logs": plgpu.SMEM(LOG_SHAPE, jnp.int32),
+            "stage": plgpu.SMEM((ROWS * ROW_WORDS,), jnp.int32),
+        },
     )(
         work.tiles,
         work.tile_of,
@@ -247,17 +251,22 @@ class _Ring(NamedTuple):
     keys_free: Any
 
     @staticmethod
-    def types(pages: int) -> _Ring:
+    def types(pages: int, stages: int) -> _Ring:
         fp8 = jnp.float8_e4m3fn
         layout = (plgpu.TilingTransform((8, HEAD_DIM)), plgpu.SwizzleTransform(HEAD_DIM))
         return _Ring(
             queries=plgpu.SMEM((2, _CONSUMERS, ROWS, HEAD_DIM), fp8, transforms=layout),
-            keys=plgpu.SMEM((_STAGES, KEYS, HEAD_DIM), fp8, transforms=layout),
+            keys=plgpu.SMEM((stages, KEYS, HEAD_DIM), fp8, transforms=layout),
             queries_full=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2),
             queries_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2),
-            keys_full=plgpu.Barrier(num_arrivals=pages, num_barriers=_STAGES),
-            keys_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_STAGES),
+            keys_full=plgpu.Barrier(num_arrivals=pages, num_barriers=stages),
+            keys_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
         )
+
+    @property
+    def stages(self) -> int:
+        """Key steps in flight."""
+        return self.keys.shape[0]
 
 
 def _run(
@@ -273,6 +282,7 @@ def _run(
     steps: _Steps,
     pdl: bool,
     target: Target,
+    stages: int,
     out_type: Any = (),
     scratch: dict[str, Any] | None = None,
 ) -> Any:
@@ -288,7 +298,7 @@ def _run(
         grid=(target.sms,),
         warpgroups=_CONSUMERS + 1,
         out_type=out_type,
-        scratch_types=dict(ring=_Ring.types(steps.pages), **(scratch or {})),
+        scratch_types={"ring": _Ring.types(steps.pages, stages), **(scratch or {})},
     )(
         query,
         k,
@@ -456,8 +466,8 @@ def _produce(
         def one_step(step: Any, carry: Any) -> Any:
             loaded, ids = carry
             next_ids = page_ids(piece, step + 1)  # under way while this step is copied
-            slot = lax.rem(loaded, _STAGES)
-            _wait_free(ring.keys_free.at[slot], loaded >= _STAGES)
+            slot = lax.rem(loaded, ring.stages)
+            _wait_free(ring.keys_free.at[slot], loaded >= ring.stages)
             for g, page in enumerate(ids):
                 place = ring.keys.at[slot, pl.ds(g * steps.rows, steps.rows)]
                 load_page(page, place, ring.keys_full.at[slot])
@@ -474,9 +484,9 @@ def _produce(
     def _(index: Any) -> None:
         plgpu.barrier_wait(ring.queries_free.at[lax.rem(index, 2)])
 
-    @pl.loop(jnp.maximum(loaded - _STAGES, 0), loaded)
+    @pl.loop(jnp.maximum(loaded - ring.stages, 0), loaded)
     def _(step: Any) -> None:
-        plgpu.barrier_wait(ring.keys_free.at[lax.rem(step, _STAGES)])
+        plgpu.barrier_wait(ring.keys_free.at[lax.rem(step, ring.stages)])
 
 
 def _wait_free(barrier: Any, used: Any) -> None:
@@ -509,8 +519,7 @@ class _Rows(NamedTuple):
         )
 
     def whole_steps(self, piece: _Piece, steps: _Steps) -> Any:
-        """The step in [piece.begin, piece.end] from which on a row may not see all keys, or columns
-        may be missing."""
+        """The first step of the piece in which a row may not see a key or a column is missing."""
         earliest = jnp.minimum(self.position + lax.div(self.begin, NUM_HEADS) + 1, piece.keys)
         whole = lax.div(jnp.maximum(earliest, 0), steps.positions)
         whole = jnp.minimum(whole, steps.columns // steps.pages)
@@ -530,7 +539,7 @@ def _consume(work: _Range, ring: _Ring, sink: Any, rank: Any, steps: _Steps) -> 
 
         def one_step(step: Any, carry: Any, may_hide: bool) -> Any:
             done, state = carry
-            key_slot = lax.rem(done, _STAGES)
+            key_slot = lax.rem(done, ring.stages)
             plgpu.barrier_wait(ring.keys_full.at[key_slot])
 
             def multiply(acc: Any) -> Any:
@@ -632,10 +641,10 @@ class _ListSink:
         lists: Any,
         forced: Any,
         *,
-        queues: Any,
+        logs: Any,
     ) -> None:
         self.facts, self.slot, self.offset = facts, work.slot, scalars[1]
-        self.counts, self.lists, self.forced, self.queues = counts, lists, forced, queues
+        self.counts, self.lists, self.forced, self.logs = counts, lists, forced, logs
 
     def start(self, rows: _Rows) -> Any:
         bounds = prefill_top16.row_bounds(
@@ -652,15 +661,15 @@ class _ListSink:
         self, products: jax.Array, state: Any, rows: _Rows, column: Any, causal: Causal | None
     ) -> Any:
         best, bounds = state
-        queues = self.queues.at[rows.half]
+        logs = self.logs.at[rows.half]
         best = prefill_top16.push(
-            products, best, bounds, queues, self.forced, rows.first, column, causal, self.facts
+            products, best, bounds, logs, self.forced, rows.first, column, causal, self.facts
         )
         return best, bounds
 
     def finish(self, state: Any, rows: _Rows, index: Any) -> None:
         target = self.lists.at[self.slot + index, rows.half]
-        prefill_top16.publish(state[0], self.queues.at[rows.half], target, self.facts)
+        prefill_top16.publish(state[0], self.logs.at[rows.half], target, self.facts)
 
     def run_aside(self, warp: Any) -> None:
         pass
@@ -675,6 +684,7 @@ def _finish_kernel(
     scalars: Any,
     rows: Any,
     *,
+    logs: Any,
     stage: Any,
     facts: Selection,
     pdl: bool,
@@ -683,7 +693,7 @@ def _finish_kernel(
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
     refs = Joined(tiles, tile_of, lists, forced, counts)
-    prefill_top16.finish_rows(refs, rows, stage, scalars[1], lax.axis_index(CTA), facts)
+    prefill_top16.finish_rows(refs, rows, logs, stage, scalars[1], lax.axis_index(CTA), facts)
 
 
 def _cdiv(a: Any, b: int) -> Any:
