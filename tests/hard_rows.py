@@ -22,7 +22,9 @@ def score_rows(columns: int, rng: np.random.Generator) -> dict[str, Array]:
         return np.where(rng.random(columns) < share, chosen, normal).astype(np.float32)
 
     winners = np.zeros(columns, np.float32)
-    winners[rng.choice(columns, min(columns, 10), replace=False)] = np.arange(1, min(columns, 10) + 1)
+    winners[rng.choice(columns, min(columns, 10), replace=False)] = np.arange(
+        1, min(columns, 10) + 1
+    )
     few = np.full(columns, -np.inf, np.float32)
     few[rng.choice(columns, min(columns, 5), replace=False)] = 1.0
     zeros = rng.choice(np.array([-0.0, 0.0], np.float32), columns)
@@ -62,7 +64,9 @@ def visible_counts(tokens: int, columns: int, scale: int, rng: np.random.Generat
     special = [blocks, 0, 1, 5, 16, 17, 40, 65, 70, blocks - 1, blocks + 3, 9000, -7, 2**31 - 1]
     counts = rng.integers(0, blocks + 1, tokens)
     some = min(tokens // 2, len(special))
-    counts[:some] = special[:some] if tokens >= 2 * len(special) else rng.permutation(special)[:some]
+    counts[:some] = (
+        special[:some] if tokens >= 2 * len(special) else rng.permutation(special)[:some]
+    )
     return counts.astype(np.int32)
 
 

@@ -157,8 +157,9 @@ def where(condition: Lane, a: Lane | float, b: Lane | float) -> Lane:
     return Lane(arith.select(condition.value, model.like(a).value, model.like(b).value))
 
 
-def minimum(a: Lane, b: Lane | int) -> Lane:
-    return a._binary(b, arith.minsi)
+def minimum(a: Lane, b: Lane | float) -> Lane:
+    """The smaller one; of a float and NaN the float."""
+    return a._binary(b, arith.minsi, arith.minnumf)
 
 
 def maximum(a: Lane, b: Lane | float) -> Lane:
@@ -198,13 +199,34 @@ def ptx(
     return Lane(found) if isinstance(result, ir.Type) else tuple(Lane(x) for x in found)
 
 
-def ones_where_greater(a: Lane, b: Lane, *, equal: bool = False) -> Lane:
-    """-1 (all bits) where float a > b, or a >= b, else 0.
+def is_negative(x: Lane) -> Lane:
+    """The sign bit of a float or int32, 0 or 1.
 
-    In PTX, so that sums of these become adds and not a chain of conditional moves.
+    For floats ``is_negative(a - b)`` is a < b where zeros have one sign (NaN and equal infinities
+    give 0). In sums it beats a comparison: additions run at twice the rate, and no predicate.
     """
-    relation = "ge" if equal else "gt"
-    return ptx(f"set.{relation}.s32.f32 $0, $1, $2;", a, b, result=i32(), pure=True)
+    return Lane(arith.shrui(x.bits(i32()).value, int32(31).value))
+
+
+def which_reach(values: Sequence[Lane], bar: Lane) -> Lane:
+    """Bit i: whether float value i is at least `bar`; at most 32 values. -0.0 equals +0.0."""
+    below = _next_below(bar)
+    mask = int32(0)
+    for value in reversed(values):
+        mask = (mask << 1) | is_negative(below - value)
+    return mask
+
+
+def _next_below(x: Lane) -> Lane:
+    """The largest float below a float that is neither NaN nor -inf."""
+    bits = where(x.eq(0.0), constant(0.0, f32()), x).bits(i32())
+    down = where(bits > 0, bits - 1, bits + 1)
+    return where(bits.eq(0), int32(0x80000001), down).bits(f32())
+
+
+def fresh(x: Lane) -> Lane:
+    """x, as a value of its own to the compiler: what depends on it stays inside its loop."""
+    return ptx("mov.b32 $0, $1;", x, result=x.type)
 
 
 # ---- threads ----
@@ -235,10 +257,32 @@ def warp_min(x: Lane) -> Lane:
     return ptx(text, x, result=i32(), collective=True)
 
 
-def warp_from(x: Lane, lane: int) -> Lane:
-    """Lane `lane`'s x."""
-    text = f"shfl.sync.idx.b32 $0, $1, {lane}, 31, {ALL_LANES};"
+def warp_max(x: Lane) -> Lane:
+    text = f"redux.sync.max.s32 $0, $1, {ALL_LANES};"
     return ptx(text, x, result=i32(), collective=True)
+
+
+def warp_from(x: Lane, lane: Lane | int) -> Lane:
+    """Lane `lane`'s x."""
+    text = f"shfl.sync.idx.b32 $0, $1, $2, 31, {ALL_LANES};"
+    return ptx(text, x, x.like(lane), result=i32(), collective=True)
+
+
+def warp_last(x: Lane, group: int) -> Lane:
+    """x of the last lane of this lane's group of 8, 16 or 32."""
+    text = f"shfl.sync.idx.b32 $0, $1, {group - 1}, {_segments(group) | 31}, {ALL_LANES};"
+    return ptx(text, x, result=i32(), collective=True)
+
+
+def warp_below(x: Lane, distance: int, group: int) -> Lane:
+    """x of the lane `distance` lower; some x where that lies outside this lane's group."""
+    text = f"shfl.sync.up.b32 $0, $1, {distance}, {_segments(group)}, {ALL_LANES};"
+    return ptx(text, x, result=i32(), collective=True)
+
+
+def _segments(group: int) -> int:
+    """The part of a shuffle's control word that keeps it inside groups of lanes."""
+    return (32 - group) << 8
 
 
 def warp_xor(x: Lane, distance: int) -> Lane:
@@ -250,9 +294,7 @@ def warp_xor(x: Lane, distance: int) -> Lane:
 def warp_prefix_sum(x: Lane, lane: Lane) -> Lane:
     """Sum of x over this lane and the lower ones."""
     for distance in (1, 2, 4, 8, 16):
-        text = f"shfl.sync.up.b32 $0, $1, {distance}, 0, {ALL_LANES};"
-        below = ptx(text, x, result=i32(), collective=True)
-        x = where(lane >= distance, x + below, x)
+        x = where(lane >= distance, x + warp_below(x, distance, 32), x)
     return x
 
 
@@ -351,9 +393,7 @@ class Words:
         """`count` neighbouring elements in one aligned access."""
         vector = ir.VectorType.get((count,), of)
         found = llvm.load(vector, self.pointer, alignment=_bytes(of) * count)
-        return tuple(
-            Lane(llvm.extractelement(found, int32(i).value)) for i in range(count)
-        )
+        return tuple(Lane(llvm.extractelement(found, int32(i).value)) for i in range(count))
 
     def store(self, value: Lane) -> None:
         llvm.store(value.value, self.pointer, alignment=_bytes(value.type))

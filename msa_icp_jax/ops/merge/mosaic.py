@@ -1,13 +1,18 @@
-"""Owner merge on Hopper: one launch, a warp or a warpgroup a (token, head).
+"""Owner merge on Hopper: one launch, a warpgroup a (token, head), or a warp where there are many.
 
-All W x 16 candidates of a (token, head) are worked on side by side. An *entry* is an unsigned
-64-bit integer whose order is the order wanted; 0 is no candidate.
+A *warp* holds all W x 16 candidates and takes 16 rounds: the largest order key, the lowest id that
+has it, and out with every candidate of that id, so that a block which several ranks hold counts
+once and with its best score. That is the least work.
+
+A *warpgroup* is quicker from start to end, since nothing in it goes round by round. Its entries are
+unsigned 64-bit integers whose order is the order wanted; 0 is no candidate.
 
 1. Sorted by id, the largest score of an id first: an entry's place is the number of entries before
-   it, counted against all of them.
+   it, counted against all of them, two or four threads an entry.
 2. An entry behind another of its id is a duplicate and drops out. The others are ranked by the
    contract's order, again by counting; ranks below 16 win.
-3. A winner's place in the output is the number of winners with a lower id.
+
+Either way a winner's place in the output is the number of winners with a lower id.
 
 Nothing waits here: the collective transport delivers before the launch, so a flag (or one of a
 row's tags) that is not the expected one is a protocol fault.
@@ -32,10 +37,10 @@ from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, i64, int32, where
 from msa_icp_jax.ops._mosaic.launch import CTA, Target, launch
 from msa_icp_jax.ops._mosaic.top16 import count_better, flip_sign, order_key_of_word
-from msa_icp_jax.rows import INVALID_KEY, NO_BLOCK, READY, ROW_WORDS, TAGGED_WORDS
+from msa_icp_jax.rows import FORCED_KEY, INVALID_KEY, NO_BLOCK, READY, ROW_WORDS, TAGGED_WORDS
 
 _WARP, _WARPS = 32, 4
-_WARP_ROWS_PER_SM = 8  # from here on a warp a row, below it a warpgroup
+_WARP_ROWS_PER_SM = 4  # from here on a warp a row, below it a warpgroup
 _NO_ID = 0x7FFFFFFF
 _INDEX_BITS = 6  # of an entry's number, in the low bits of an entry: at most 64 entries
 
@@ -72,14 +77,17 @@ class Merge:
 
     @property
     def rows(self) -> int:
+        """(token, head) pairs."""
         return self.tokens * self.heads
 
     @property
     def rows_at_once(self) -> int:
+        """(token, head) pairs that a warpgroup works on side by side."""
         return _WARPS // self.team
 
     @property
     def entries(self) -> int:
+        """Candidates of a (token, head)."""
         return self.sources * TOPK
 
     @property
@@ -137,7 +145,7 @@ def merge_rows(
     turns = cdiv(facts.rows, facts.rows_at_once)
     ctas = min(turns, target.sms) if target.interpret else turns
 
-    received = jax.new_ref(recv) if facts.clears else recv
+    received: Any = jax.new_ref(recv) if facts.clears else recv
     merged = jax.new_ref(output)
     # The stock ops have no atomic add: there every row reports its own faults.
     count = jnp.zeros(facts.rows, jnp.int32) if target.interpret else errors
@@ -250,9 +258,7 @@ def _merge_inline(
         capacity = ir.MemRefType(arguments[0].type).shape[2]
         *refs, turn = arguments
         recv, counts, output, faults, shared, *tags = (Words.of(ref) for ref in refs)
-        _Team(facts, capacity).merge(
-            recv, counts, tags, output, faults, shared, lanes.scalar(turn)
-        )
+        _Team(facts, capacity).merge(recv, counts, tags, output, faults, shared, lanes.scalar(turn))
 
     merge(*refs, turn)
 
@@ -268,10 +274,10 @@ class _Candidate:
 
 
 class _Team:
-    """The program of one thread: with more threads than entries some share an entry.
+    """The program of one thread.
 
-    The `parts` threads of an entry lie side by side and compare it with every parts-th pair of
-    entries; with fewer threads than entries each has `held` of them.
+    In a warpgroup the `parts` threads of an entry lie side by side and compare it with every
+    parts-th pair of entries; in a warp a lane holds one or two candidates.
     """
 
     def __init__(self, facts: Merge, capacity: int) -> None:
@@ -307,27 +313,30 @@ class _Team:
             tag = (tags[0] + head * facts.tokens + token).load() if tags else None
             received = [self._receive(i, recv, head, token, tag) for i in range(self.held)]
             self._share_failures(received, shared)
-            mine = [self._by_id(x, count) for x in received]
-            for x, by_id in zip(received, mine, strict=True):
-                (shared + (_ARRIVED_AT + x.index * 2)).store(by_id)
-            self._clear_tables(shared)
+            with lanes.when(self.number < TOPK):
+                (shared + (_PICKED_AT + self.number)).store(int32(_NO_ID))
+            if facts.team > 1:
+                by_id = self._share_by_id(received[0], count, shared)
             self._barrier()
 
             failed = self._failed(shared)
             self._report(failed, faults)
             if facts.clears:
                 self._clear_flags(recv, head, token)
-            self._sort(mine, shared)
-            any_failed = functools.reduce(Lane.__or__, failed)
-            winners = self._rank(count, shared)
+            if facts.team > 1:
+                block, wins = self._pick_by_counting(received[0].index, by_id, count, shared)
+            else:
+                block, wins = self._pick_in_rounds(received, count, shared)
             self._barrier()
-            self._store(winners, count, any_failed, output + row.to_i64() * TOPK, shared)
+            any_failed = functools.reduce(Lane.__or__, failed)
+            self._store(block, wins, count, any_failed, output + row.to_i64() * TOPK, shared)
             self._barrier()  # before the next row uses the shared memory
 
     def _barrier(self) -> None:
         lanes.team_barrier() if self.facts.team > 1 else lanes.warp_barrier()
 
     def _entry_index(self, which: int) -> Lane:
+        """Number of the entry that this thread works on, or of one that it holds."""
         shift = self.parts.bit_length() - 1
         return (self.number >> shift) + which * _WARP
 
@@ -387,66 +396,81 @@ class _Team:
         with lanes.when(self.number < self.facts.sources):
             (self._row(recv, self.number, head, token) + 2 * TOPK).store(int32(0))
 
-    def _by_id(self, x: _Candidate, count: Lane) -> Lane:
-        """Entry that comes first with the lower id, then the larger score."""
-        valid = (x.block >= 0) & (x.block < lanes.minimum(count, MAX_BLOCKS))
-        key = flip_sign(order_key_of_word(x.word))
-        return where(valid, _entry(int32(MAX_BLOCKS - 1) - x.block, key, x.index), 0)
+    def _valid(self, x: _Candidate, count: Lane) -> Lane:
+        return (x.block >= 0) & (x.block < lanes.minimum(count, MAX_BLOCKS))
 
-    def _clear_tables(self, shared: Words) -> None:
-        for i in range(self.held):
-            index = self._entry_index(i)
-            (shared + (_SORTED_AT + index * 2)).store(lanes.constant(0, i64()))
-        with lanes.when(self.number < TOPK):
-            (shared + (_PICKED_AT + self.number)).store(int32(_NO_ID))
+    def _forced(self, block: Lane, count: Lane) -> Lane:
+        return (block < self.facts.begin) | (block >= count - self.facts.end)
+
+    def _pick_in_rounds(
+        self, received: list[_Candidate], count: Lane, shared: Words
+    ) -> tuple[Lane, Lane]:
+        """A warp's way; returns (block, whether there is one), one winner a lane."""
+        keys = []
+        for x in received:
+            key = where(self._forced(x.block, count), FORCED_KEY, order_key_of_word(x.word))
+            keys.append(where(self._valid(x, count), key, INVALID_KEY))
+        blocks = [x.block for x in received]
+
+        def one_round(i: Lane, winner: Lane, *keys: Lane) -> list[Lane]:
+            best = lanes.warp_max(functools.reduce(lanes.maximum, keys))
+            having = [where(k.eq(best), b, _NO_ID) for k, b in zip(keys, blocks, strict=True)]
+            block = lanes.warp_min(functools.reduce(lanes.minimum, having))
+            left = [where(b.eq(block), INVALID_KEY, k) for k, b in zip(keys, blocks, strict=True)]
+            found = where(best.eq(INVALID_KEY), _NO_ID, block)
+            return [where(self.lane.eq(i), found, winner), *left]
+
+        rounds = lanes.loop(int32(0), int32(TOPK), 1, [int32(_NO_ID), *keys], one_round)
+        with lanes.when(self.lane < TOPK):
+            (shared + (_PICKED_AT + self.lane)).store(rounds[0])
+        return rounds[0], rounds[0].ne(_NO_ID)
+
+    def _share_by_id(self, x: _Candidate, count: Lane, shared: Words) -> Lane:
+        """Writes the entry that comes first with the lower id, then the larger score."""
+        key = flip_sign(order_key_of_word(x.word))
+        entry = _entry(int32(MAX_BLOCKS - 1) - x.block, key, x.index)
+        entry = where(self._valid(x, count), entry, 0)
+        (shared + (_ARRIVED_AT + x.index * 2)).store(entry)
+        (shared + (_SORTED_AT + x.index * 2)).store(lanes.constant(0, i64()))
+        return entry
+
+    def _pick_by_counting(
+        self, index: Lane, by_id: Lane, count: Lane, shared: Words
+    ) -> tuple[Lane, Lane]:
+        """A warpgroup's way; returns (block, whether it wins) of this thread's sorted entry."""
+        arrived, sorted_ = shared + _ARRIVED_AT, shared + _SORTED_AT
+        place = self._before(arrived, by_id)
+        with lanes.when(by_id.ne(0) & self.part.eq(0)):
+            (sorted_ + place * 2).store(by_id)
+        self._barrier()
+
+        mine = (sorted_ + index * 2).load(i64())
+        before = (sorted_ + lanes.maximum(index - 1, 0) * 2).load(i64())
+        block = int32(MAX_BLOCKS - 1) - _high(mine)
+        lives = mine.ne(0) & (index.eq(0) | _high(mine).ne(_high(before)))
+        key = (mine >> _INDEX_BITS).to_i32()
+        entry = where(lives, _entry(self._forced(block, count).to_i32(), key, index), 0)
+        (arrived + index * 2).store(entry)
+        self._barrier()
+        rank = self._before(arrived, entry)
+        wins = entry.ne(0) & (rank < TOPK) & self.part.eq(0)
+        with lanes.when(wins):
+            (shared + (_PICKED_AT + rank)).store(block)
+        return block, wins
 
     def _before(self, table: Words, mine: Lane) -> Lane:
         """How many entries of a table come before `mine`."""
-        found = count_better(table, self.facts.entries, mine, self.part, self.parts)
+        (found,) = count_better(table, self.facts.entries, [mine], self.part, self.parts)
         distance = 1
         while distance < self.parts:
             found = found + lanes.warp_xor(found, distance)
             distance *= 2
         return found
 
-    def _sort(self, mine: list[Lane], shared: Words) -> None:
-        """Leaves the entries by id, the largest score of an id first, zeros behind them."""
-        places = [self._before(shared + _ARRIVED_AT, x) for x in mine]
-        for x, place in zip(mine, places, strict=True):
-            with lanes.when(x.ne(0) & self.part.eq(0)):
-                (shared + (_SORTED_AT + place * 2)).store(x)
-        self._barrier()
-
-    def _rank(self, count: Lane, shared: Words) -> list[tuple[Lane, Lane]]:
-        """Picks the winners; returns (block, whether it won) of this thread's sorted entries."""
-        facts = self.facts
-        sorted_, ranked = shared + _SORTED_AT, shared + _ARRIVED_AT
-        blocks, entries = [], []
-        for i in range(self.held):
-            index = self._entry_index(i)
-            mine = (sorted_ + index * 2).load(i64())
-            before = (sorted_ + lanes.maximum(index - 1, 0) * 2).load(i64())
-            block = int32(MAX_BLOCKS - 1) - _high(mine)
-            lives = mine.ne(0) & (index.eq(0) | _high(mine).ne(_high(before)))
-            forced = (block < facts.begin) | (block >= count - facts.end)
-            key = (mine >> _INDEX_BITS).to_i32()
-            entry = where(lives, _entry(forced.to_i32(), key, index), 0)
-            (ranked + index * 2).store(entry)
-            blocks.append(block)
-            entries.append(entry)
-        self._barrier()
-        winners = []
-        for block, entry in zip(blocks, entries, strict=True):
-            rank = self._before(ranked, entry)
-            wins = entry.ne(0) & (rank < TOPK) & self.part.eq(0)
-            with lanes.when(wins):
-                (shared + (_PICKED_AT + rank)).store(block)
-            winners.append((block, wins))
-        return winners
-
     def _store(
         self,
-        winners: list[tuple[Lane, Lane]],
+        block: Lane,
+        wins: Lane,
         count: Lane,
         any_failed: Lane,
         output: Words,
@@ -462,13 +486,12 @@ class _Team:
                 tail = where(padding, 0, tail)
             with lanes.when(none_here | any_failed):
                 (output + self.number).store(tail)
-        for block, wins in winners:
-            with lanes.when(wins & (any_failed ^ 1)):
-                lower = int32(0)
-                for i in range(0, TOPK, 4):
-                    for other in (picked + i).load_vector(lanes.i32(), 4):
-                        lower = lower - ((other - block) >> 31)  # both >= 0: no overflow
-                (output + lower).store(block)
+        with lanes.when(wins & (any_failed ^ 1)):
+            lower = int32(0)
+            for i in range(0, TOPK, 4):
+                for other in (picked + i).load_vector(lanes.i32(), 4):
+                    lower = lower + lanes.is_negative(other - block)  # both are >= 0
+            (output + lower).store(block)
 
 
 def _entry(high: Lane, key: Lane, index: Lane) -> Lane:

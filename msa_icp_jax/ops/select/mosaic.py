@@ -1,7 +1,15 @@
-"""Top16 select on Hopper: one launch, a warp or a warpgroup a row."""
+"""Top16 select on Hopper: one launch, a warpgroup a CTA.
+
+Where rows are few or long, the four warps of a CTA share a row (`long_rows`). Elsewhere a CTA walks
+its share of the tokens, a warp a head; four tokens in turn whose rows are all short go a token a
+warp instead (`short_rows`), and only the few rows which that leaves open (scores that tie for the
+last place) take the long rows' way.
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,14 +18,71 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 
-from msa_icp_jax.geometry import NUM_HEADS, cdiv
-from msa_icp_jax.ops._mosaic import top16
+from msa_icp_jax import rows as candidate_rows
+from msa_icp_jax.geometry import MAX_BLOCKS, NUM_HEADS, TOPK, cdiv
+from msa_icp_jax.ops._mosaic import lanes, long_rows, short_rows
+from msa_icp_jax.ops._mosaic.lanes import Lane, Words, i32, int32, where
 from msa_icp_jax.ops._mosaic.launch import CTA, Target, launch
-from msa_icp_jax.rows import ROW_WORDS, TAGGED_WORDS
+from msa_icp_jax.ops._mosaic.long_rows import COLUMNS_AT, TEAM_WORDS, WARPS, WORDS_AT, Bounds, Row
+from msa_icp_jax.rows import READY, ROW_WORDS, TAGGED_WORDS
 
 _WARP_COLUMNS = 2048  # what one warp can hold of a row: 64 registers a lane
-_WARP_ROWS_PER_SM = 16  # below it an SM has too few warps, and four share a row
+_QUICK_COLUMNS = 64  # up to here one warp is as quick as four
+_CTAS_PER_SM = 5  # that fit where a warp takes a row
+_SHORT_PLANE = short_rows.capacity(short_rows.SIZES[-1])  # up to here every row is a short one
+_WARP = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Select:
+    """The static facts of one select.
+
+    Attributes:
+      tokens: rows are those of [0, tokens) x 4 heads.
+      columns: columns of the score plane.
+      index_scale: blocks from one column to the next.
+      begin, end: forced blocks at the start, and visible ones at the end.
+      tagged: whether the rows are tagged.
+      team: warps that share a row, 1 or 4.
+      ctas: CTAs among which the rows are shared out.
+    """
+
+    tokens: int
+    columns: int
+    index_scale: int
+    begin: int
+    end: int
+    tagged: bool
+    team: int
+    ctas: int
+
+    @property
+    def rows(self) -> int:
+        """(token, head) pairs."""
+        return self.tokens * NUM_HEADS
+
+    @property
+    def row_words(self) -> int:
+        """Words of a candidate row in memory."""
+        return 2 * TAGGED_WORDS if self.tagged else ROW_WORDS
+
+    @property
+    def short_sizes(self) -> tuple[int, ...]:
+        """Columns that a lane may hold when four short rows are selected at once.
+
+        The largest size takes so many registers that planes of longer rows do without it.
+        """
+        if self.team > 1 or long_rows.vector_of(self.columns) == 1:
+            return ()
+        if self.columns > _SHORT_PLANE:
+            return short_rows.SIZES[:-1]
+        return tuple(
+            s
+            for i, s in enumerate(short_rows.SIZES)
+            if i == 0 or self.columns > short_rows.capacity(short_rows.SIZES[i - 1])
+        )
 
 
 def select_rows(
@@ -48,27 +113,27 @@ def select_rows(
       target: the machine to build for.
     """
     tokens, columns = num_valid_pages.shape[0], scores.shape[2]
-    facts = top16.Select(
+    team, ctas = _grid(tokens, columns, target)
+    facts = Select(
         tokens=tokens,
         columns=columns,
         index_scale=index_scale,
         begin=force_begin_blocks,
         end=force_end_blocks,
         tagged=generations is not None,
-        team=_team(tokens * NUM_HEADS, columns, target),
+        team=team,
+        ctas=ctas,
     )
     operands = [scores, num_valid_pages, jnp.asarray(index_offset, jnp.int32).reshape(1)]
     if generations is not None:
         operands.append(generations)
-    turns = cdiv(facts.rows, facts.rows_at_once)
-    ctas = min(turns, target.sms) if target.interpret else turns
     run = functools.partial(
         launch,
-        functools.partial(_kernel, facts=facts, ctas=ctas, pdl=enable_pdl, target=target),
+        functools.partial(_kernel, facts=facts, pdl=enable_pdl, target=target),
         name="select_rows",
         target=target,
         grid=(ctas,),
-        scratch_types={"shared": plgpu.SMEM((top16.WARPS, top16.TEAM_WORDS), jnp.int32)},
+        scratch_types={"shared": plgpu.SMEM((WARPS, TEAM_WORDS), jnp.int32)},
     )
     if rows is None:
         shape = (TAGGED_WORDS, 2) if facts.tagged else (ROW_WORDS,)
@@ -79,10 +144,16 @@ def select_rows(
     return jax.freeze(written)
 
 
-def _team(rows: int, columns: int, target: Target) -> int:
-    """Warps that share a row."""
-    many = rows >= target.sms * _WARP_ROWS_PER_SM
-    return 1 if many and columns <= _WARP_COLUMNS else top16.WARPS
+def _grid(tokens: int, columns: int, target: Target) -> tuple[int, int]:
+    """Warps that share a row, and CTAs."""
+    few = tokens <= target.sms and columns > _QUICK_COLUMNS
+    if few or columns > _WARP_COLUMNS:
+        team, ctas = WARPS, tokens * NUM_HEADS
+    elif columns > _SHORT_PLANE:
+        team, ctas = 1, min(tokens, target.sms * _CTAS_PER_SM)
+    else:
+        team, ctas = 1, min(tokens, max(target.sms, cdiv(tokens, WARPS)))
+    return team, min(ctas, target.sms) if target.interpret else ctas
 
 
 def _kernel(
@@ -91,8 +162,7 @@ def _kernel(
     index_offset: Any,
     *others: Any,
     shared: Any,
-    facts: top16.Select,
-    ctas: int,
+    facts: Select,
     pdl: bool,
     target: Target,
 ) -> None:
@@ -100,24 +170,249 @@ def _kernel(
     if pdl and not target.interpret:
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
+    select = _select_stock if target.interpret else _select_inline
+    select(scores, counts, index_offset, tags, rows, shared, lax.axis_index(CTA), facts)
 
-    def select(turn: Any) -> None:
-        top16.select_rows(
-            scores,
-            counts,
-            index_offset,
-            tags[0] if tags else None,
-            rows,
-            shared,
-            turn,
-            facts,
-            target.interpret,
+
+def _share(cta: Any, count: int, ctas: int) -> tuple[Any, Any]:
+    """The part [start, stop) of `count` pieces of work that a CTA does; sizes differ by one."""
+    each, rest = divmod(count, ctas)
+    if isinstance(cta, Lane):
+        start = cta * each + lanes.minimum(cta, rest)
+        return start, start + each + (cta < rest).to_i32()
+    start = cta * each + jnp.minimum(cta, rest)
+    return start, start + each + jnp.where(cta < rest, 1, 0)
+
+
+# ---- stock ops ----
+
+
+def _select_stock(
+    scores: Any,
+    counts: Any,
+    index_offset: Any,
+    tags: list[Any],
+    rows: Any,
+    shared: Any,
+    cta: Any,
+    facts: Select,
+) -> None:
+    del shared
+    ids = jnp.arange(facts.columns, dtype=jnp.int32) * facts.index_scale + index_offset[0]
+
+    @pl.loop(*_share(cta, facts.rows, facts.ctas))
+    def _(row: Any) -> None:
+        token, head = lax.div(row, NUM_HEADS), lax.rem(row, NUM_HEADS)
+        words = lax.bitcast_convert_type(scores[token, head], jnp.int32)
+        keys = candidate_rows.candidate_keys(words, ids, counts[token], facts.begin, facts.end)
+        found = candidate_rows.pack(*candidate_rows.take_top16(keys, words, ids)[1:])
+        rows[head, token] = candidate_rows.tag(found, tags[0][head, token]) if tags else found
+
+
+# ---- machine pieces ----
+
+
+def _select_inline(
+    scores: Any,
+    counts: Any,
+    index_offset: Any,
+    tags: list[Any],
+    rows: Any,
+    shared: Any,
+    cta: Any,
+    facts: Select,
+) -> None:
+    refs = [scores, counts, index_offset, rows, shared, *tags]
+
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), plgpu.Layout.WG_SPLAT))
+    def select(_: Any, *arguments: Any) -> None:
+        capacity = ir.MemRefType(arguments[3].type).shape[1]
+        *refs, cta = arguments
+        scores, counts, index_offset, rows, shared, *tags = (Words.of(ref) for ref in refs)
+        thread = _Thread(facts, scores, counts, index_offset.load(), rows, capacity, shared, tags)
+        thread.select(lanes.scalar(cta))
+
+    select(*refs, cta)
+
+
+class _Thread:
+    """The program of one thread of the warpgroup."""
+
+    def __init__(
+        self,
+        facts: Select,
+        scores: Words,
+        counts: Words,
+        offset: Lane,
+        rows: Words,
+        capacity: int,
+        shared: Words,
+        tags: list[Words],
+    ) -> None:
+        self.facts, self.scores, self.counts, self.offset = facts, scores, counts, offset
+        self.rows, self.capacity, self.tags = rows, capacity, tags
+        thread = lanes.thread() & (WARPS * _WARP - 1)
+        self.lane = thread & (_WARP - 1)
+        # Read from lane 0, which tells the compiler that it is the same in the whole warp.
+        self.warp = lanes.warp_from(thread >> 5, 0)
+        self.shared = shared + self.warp * TEAM_WORDS if facts.team == 1 else shared
+
+    def select(self, cta: Lane) -> None:
+        """Selects the share of a CTA."""
+        if self.facts.team == 1:
+            self._select_tokens(*_share(cta, self.facts.tokens, self.facts.ctas))
+            return
+
+        def one_row(row: Lane) -> list[Lane]:
+            token = row >> 2
+            self._select_row(token, row & 3, self._bounds((self.counts + token).load()))
+            lanes.team_barrier()  # the next row uses the same shared memory
+            return []
+
+        lanes.loop(*_share(cta, self.facts.rows, self.facts.ctas), 1, [], one_row)
+
+    def _in_loop(self) -> _Thread:
+        """This thread, to use in a loop's body.
+
+        The compiler would otherwise compute everything that follows from the lane's number and the
+        shared memory's address ahead of the loop, and hold it in some sixty registers.
+        """
+        inside = copy.copy(self)
+        inside.lane = lanes.fresh(self.lane)
+        inside.shared = Words(lanes.fresh(Lane(self.shared.pointer)).value)
+        return inside
+
+    def _select_tokens(self, start: Lane, stop: Lane) -> None:
+        """Rows of tokens [start, stop): a warp a head, or a warp a token where all are short."""
+
+        def up_to_32(first: Lane) -> list[Lane]:
+            (count,) = lanes.choose(
+                first + self.lane < stop,
+                [i32()],
+                lambda: [(self.counts + (first + self.lane)).load()],
+                lambda: [int32(0)],
+            )
+            long_ones = lanes.warp_ballot((first + self.lane < stop) & self._is_long(count))
+            last = lanes.minimum(first + _WARP, stop)
+
+            def step(token: Lane) -> list[Lane]:
+                together = ((long_ones >> (token - first)) & ((1 << WARPS) - 1)).eq(0)
+                mine = where(together, token + self.warp, token)
+                bounds = self._bounds(lanes.warp_from(count, mine - first))
+                head, stop_head = where(together, 0, self.warp), where(together, 4, self.warp + 1)
+                if self.facts.short_sizes:
+                    done = self._in_loop()._select_short(mine, bounds, together & (mine < last))
+                    stop_head = where(done | (mine >= last), 0, stop_head)
+
+                def one_head(head: Lane) -> list[Lane]:
+                    self._in_loop()._select_row(mine, head, bounds)
+                    return []
+
+                lanes.loop(head, stop_head, 1, [], one_head)
+                return [token + where(together, int32(WARPS), int32(1))]
+
+            lanes.repeat_while([first], lambda token: token < last, step)
+            return [first + _WARP]
+
+        lanes.repeat_while([start], lambda first: first < stop, up_to_32)
+
+    def _is_long(self, count: Lane) -> Lane:
+        """Whether a token's rows cannot be selected four at once."""
+        sizes = self.facts.short_sizes
+        if not sizes:
+            return lanes.constant(1, lanes.i1())
+        bounds = self._bounds(count)
+        stop = where(bounds.first.eq(0), bounds.stop, 0)
+        return (stop < TOPK) | (stop > short_rows.capacity(sizes[-1]))
+
+    def _select_short(self, token: Lane, bounds: Bounds, wanted: Lane) -> Lane:
+        """Selects the four heads of a token in this warp if that is wanted and works out."""
+        sizes = self.facts.short_sizes
+        found = self.shared + COLUMNS_AT
+        row = token.to_i64() * NUM_HEADS + (self.lane >> 3).to_i64()
+        scores = self.scores + row * self.facts.columns
+
+        def from_size(size: int) -> list[Lane]:
+            forced = (bounds.front, bounds.back)
+            return [short_rows.find_top16(scores, forced, bounds.stop, size, self.lane, found)]
+
+        def smallest_of(sizes: tuple[int, ...]) -> list[Lane]:
+            if len(sizes) == 1:
+                return from_size(sizes[0])
+            fits = bounds.stop <= short_rows.capacity(sizes[0])
+            small, large = lambda: from_size(sizes[0]), lambda: smallest_of(sizes[1:])
+            return list(lanes.choose(fits, [lanes.i1()], small, large))
+
+        no = lanes.constant(0, lanes.i1())
+        (done,) = lanes.choose(wanted, [lanes.i1()], lambda: smallest_of(sizes), lambda: [no])
+        with lanes.when(done):
+            for half in range(2):
+                self._store_found(token, self.lane + half * _WARP, found)
+            if not self.facts.tagged:
+                with lanes.when(self.lane < NUM_HEADS):
+                    (self._target(token, self.lane) + 2 * TOPK).store(int32(READY))
+            lanes.warp_barrier()  # before the shared memory is used again
+        return done
+
+    def _store_found(self, token: Lane, index: Lane, found: Words) -> None:
+        """Stores one word and one id of a token's rows: place index % 16 of head index // 16."""
+        head, place = index >> 4, index & (TOPK - 1)
+        column = (found + index).load()
+        row = token.to_i64() * NUM_HEADS + head.to_i64()
+        word = (self.scores + (row * self.facts.columns + column.to_i64())).load()
+        target = self._target(token, head)
+        self._store_word(target, place, word, token, head)
+        self._store_word(
+            target, place + TOPK, column * self.facts.index_scale + self.offset, token, head
         )
 
-    if ctas * facts.rows_at_once >= facts.rows:
-        select(lax.axis_index(CTA))
-        return
+    def _store_word(self, target: Words, place: Lane, word: Lane, token: Lane, head: Lane) -> None:
+        """Stores a word of a row, with its tag where rows are tagged."""
+        if self.facts.tagged:
+            tag = (self.tags[0] + (head * self.facts.tokens + token)).load()
+            (target + place * 2).store_vector([word, tag])
+        else:
+            (target + place).store(word)
 
-    @pl.loop(0, cdiv(facts.rows, ctas * facts.rows_at_once))
-    def _(i: Any) -> None:
-        select(i * ctas + lax.axis_index(CTA))
+    def _target(self, token: Lane, head: Lane) -> Words:
+        """The first word of a row to be stored."""
+        row = head.to_i64() * self.capacity + token.to_i64()
+        return self.rows + row * self.facts.row_words
+
+    def _bounds(self, count: Lane) -> Bounds:
+        """Where the candidates and the forced blocks among them lie."""
+        facts = self.facts
+        shift = facts.index_scale.bit_length() - 1
+
+        def columns_below(block: Lane) -> Lane:
+            column = (block - self.offset + (facts.index_scale - 1)) >> shift
+            return lanes.clip(column, 0, facts.columns)
+
+        count = lanes.maximum(count, 0)
+        first = columns_below(int32(0))
+        stop = columns_below(lanes.minimum(count, MAX_BLOCKS))
+        front = lanes.clip(columns_below(int32(facts.begin)), first, stop)
+        back = lanes.clip(columns_below(lanes.minimum(count - facts.end, MAX_BLOCKS)), front, stop)
+        need = int32(TOPK) - (front - first) - (stop - back)
+        return Bounds(first, front, back, stop, lanes.minimum(need, back - front))
+
+    def _select_row(self, token: Lane, head: Lane, bounds: Bounds) -> None:
+        """Selects one row: the way for rows of any length and any scores."""
+        facts = self.facts
+        place = (token.to_i64() * NUM_HEADS + head.to_i64()) * facts.columns
+        row = Row(**vars(bounds), scores=self.scores + place)
+        ids = (facts.index_scale, self.offset)
+        team = long_rows.Team(facts.columns, facts.team, ids, self.lane, self.warp, self.shared)
+        team.select(row)
+        with lanes.when(team.leads):
+            self._store(token, head)
+        lanes.warp_barrier()  # before the shared memory is used again
+
+    def _store(self, token: Lane, head: Lane) -> None:
+        """Stores the row's 32 words together, one a lane, and the flag unless rows are tagged."""
+        target = self._target(token, head)
+        word = (self.shared + (self.lane + WORDS_AT)).load()
+        self._store_word(target, self.lane, word, token, head)
+        if not self.facts.tagged:
+            with lanes.when(self.lane.eq(0)):
+                (target + 2 * TOPK).store(int32(READY))

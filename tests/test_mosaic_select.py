@@ -1,0 +1,143 @@
+"""The Top16 select kernel's logic (stock ops, in the interpreter) against the oracle."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import hard_rows
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import oracle
+import pytest
+import race_free
+
+from msa_icp_jax.ops.select import mosaic
+
+Array = npt.NDArray[Any]
+
+_UNTOUCHED = 77
+
+
+def select(
+    scores: Array,
+    counts: Array,
+    rows: Array | None = None,
+    tags: Array | None = None,
+    *,
+    scale: int = 1,
+    offset: int = 0,
+    begin: int = 0,
+    end: int = 1,
+    ctas: int = 4,
+) -> Array:
+    """Runs the kernel; the offset is traced, since ranks differ in nothing else."""
+    kernel = functools.partial(
+        mosaic.select_rows,
+        index_scale=scale,
+        force_begin_blocks=begin,
+        force_end_blocks=end,
+        enable_pdl=True,
+        target=race_free.interpreter(ctas),
+    )
+
+    def call(offset: jax.Array, scores: jax.Array, counts: jax.Array, *others: jax.Array) -> Any:
+        given = iter(others)
+        return kernel(
+            scores,
+            counts,
+            None if rows is None else next(given),
+            None if tags is None else next(given),
+            index_offset=offset,
+        )
+
+    others = [x for x in (rows, tags) if x is not None]
+    return race_free.run(call, jnp.int32(offset), scores, counts, *others)
+
+
+CASES = [
+    # tokens, columns, scale, offset, begin, end, ctas
+    pytest.param(20, 200, 1, 0, 0, 1, 16, id="decode"),
+    pytest.param(20, 203, 2, 1, 2, 3, 5, id="compact-odd-columns"),
+    pytest.param(20, 96, 2, 0, 16, 0, 4, id="all-forced-at-the-start"),
+    pytest.param(20, 96, 1, 0, 0, 16, 3, id="all-forced-at-the-end"),
+    pytest.param(12, 40, 1, 0, 9, 7, 4, id="forced-windows-overlap"),
+    pytest.param(12, 1, 1, 0, 1, 1, 4, id="one-column"),
+    pytest.param(12, 15, 2, 1, 0, 2, 1, id="fewer-columns-than-winners"),
+    pytest.param(20, 1500, 1, 0, 1, 1, 8, id="long"),
+    pytest.param(5, 8192, 1, 0, 0, 1, 7, id="full"),
+    pytest.param(5, 8192, 2, 1, 1, 1, 7, id="compact-past-the-last-candidate"),
+    pytest.param(5, 12287, 1, 0, 0, 2, 7, id="prefill-widest"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "columns", "scale", "offset", "begin", "end", "ctas"), CASES)
+def test_rows_are_the_contract(tokens, columns, scale, offset, begin, end, ctas):
+    rng = np.random.default_rng(columns)
+    scores = hard_rows.score_plane(tokens + 1, columns, rng)
+    counts = hard_rows.visible_counts(tokens, columns, scale, rng)
+    actual = select(scores, counts, scale=scale, offset=offset, begin=begin, end=end, ctas=ctas)
+    want = oracle.select(
+        scores[:tokens], counts, begin, end, index_scale=scale, index_offset=offset
+    )
+    np.testing.assert_array_equal(actual, want)
+
+
+def test_ties_take_the_lowest_ids_among_8182_equal_scores():
+    scores = np.zeros((1, 4, 8192), np.float32)
+    winners = np.arange(10) * 811 + 400
+    scores[..., winners] = 1 + np.arange(10)
+    ids = select(scores, np.array([8192], np.int32), end=0)[:, 0, 16:32]
+    want = sorted({*winners.tolist(), *range(6)})
+    np.testing.assert_array_equal(ids, np.tile(want, (4, 1)))
+
+
+def test_every_score_in_one_narrow_range():
+    scores = (1 + np.arange(8192, dtype=np.float32) * np.float32(2**-23))[None, None]
+    scores = np.repeat(scores, 4, axis=1)
+    rows = select(scores, np.array([8192], np.int32), end=0)
+    np.testing.assert_array_equal(rows[:, 0, 16:32], np.tile(np.arange(8176, 8192), (4, 1)))
+
+
+def test_carrier_rows_past_the_tokens_keep_their_bits():
+    rng = np.random.default_rng(0)
+    scores = hard_rows.score_plane(6, 70, rng)
+    counts = hard_rows.visible_counts(6, 70, 1, rng)
+    carrier = np.full((4, 9, 33), _UNTOUCHED, np.int32)
+    actual = select(scores, counts, carrier, begin=1)
+    np.testing.assert_array_equal(actual[:, :6], oracle.select(scores, counts, 1, 1))
+    assert (actual[:, 6:] == _UNTOUCHED).all()
+
+
+def test_tagged_rows_carry_the_given_generation():
+    rng = np.random.default_rng(0)
+    scores = hard_rows.score_plane(7, 50, rng)
+    counts = hard_rows.visible_counts(7, 50, 2, rng)
+    tags = rng.integers(-(2**31), 2**31, (4, 7)).astype(np.int32)
+    actual = select(scores, counts, tags=tags, scale=2)
+    words = oracle.select(scores, counts, 0, 1, index_scale=2)[..., :32]
+    np.testing.assert_array_equal(actual[..., 0], words)
+    np.testing.assert_array_equal(actual[..., 1], np.broadcast_to(tags[..., None], words.shape))
+
+
+def test_raw_bits_are_stored():
+    words = np.array([0x80000000, 0, 0xFFC00001, 0x7FC00000, 0xFF800000], np.uint32)
+    scores = np.tile(words.view(np.float32), (1, 4, 1))
+    rows = select(scores, np.array([5], np.int32), end=0)
+    np.testing.assert_array_equal(rows[:, 0, :5].view(np.uint32), np.tile(words, (4, 1)))
+
+
+def test_shares_cover_all_rows_once():
+    for count, ctas in ((1, 1), (7, 3), (8, 8), (1000, 132)):
+        parts = [mosaic._share(cta, count, ctas) for cta in range(ctas)]
+        covered = [i for start, stop in parts for i in range(start, stop)]
+        assert covered == list(range(count))
+
+
+@pytest.mark.parametrize(("columns", "sizes"), [(64, (8,)), (256, (8, 16, 32)), (1024, (8, 16))])
+def test_short_ways_fit_the_plane(columns, sizes):
+    team, ctas = mosaic._grid(4096, columns, mosaic.Target(sms=132))
+    facts = mosaic.Select(4096, columns, 1, 0, 1, False, team, ctas)
+    assert facts.short_sizes == sizes
