@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -31,6 +31,8 @@ from msa_icp_jax.ops._mosaic.page_ring import (
     SEGMENT_PAGES,
     PageRing,
     barrier_of_warp,
+    page_of_warp,
+    pages_of_step,
     slot_of_warp,
     stage_of,
     warp_number,
@@ -45,6 +47,21 @@ _MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
     " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
 )
+
+
+class Step(NamedTuple):
+    """One step, as scalars.
+
+    Attributes:
+      number: its number in the segment; its scores go to these four columns of `found`.
+      count: its number in the CTA.
+      room: position of the request's first query token, counted from this rank's first row of
+        the segment's first page.
+    """
+
+    number: Any
+    count: Any
+    room: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,21 +104,15 @@ class Scorer:
         load = _load_queries_stock if self.ring.interpret else _load_queries_inline
         load(query, queries, request, self)
 
-    def score(
-        self, scratch: dict[str, Any], step: Any, count: Any, first: Any, length: Any, rank: Any
-    ) -> None:
-        """Waits for a step's pages and puts their scores into columns 4 step .. of `found`.
+    def room(self, first: Any, length: Any, rank: Any) -> Any:
+        """See `Step`: of a segment that begins at step `first` of a request of `length` tokens."""
+        start = first * (STEP_PAGES * self.ring.batch.page_size) + rank * self.ring.rows
+        return length - self.tokens - start
 
-        Args:
-          scratch: the ring's and this scorer's.
-          step: number of the step in the segment.
-          count: its number in the CTA.
-          first: the segment's first step in the request.
-          length: tokens of the request.
-          rank: this rank.
-        """
+    def score(self, scratch: dict[str, Any], step: Step) -> None:
+        """Waits for a step's pages and puts their scores into columns ``4 step.number ..``."""
         score = _score_stock if self.ring.interpret else _score_inline
-        score(scratch, step, count, first, length, rank, self)
+        score(scratch, step, self)
 
 
 def _load_queries_stock(query: Any, queries: Any, request: Any, scorer: Scorer) -> None:
@@ -130,53 +141,35 @@ def _load_queries_inline(query: Any, queries: Any, request: Any, scorer: Scorer)
     load(query, queries, request)
 
 
-def _score_stock(
-    scratch: dict[str, Any],
-    step: Any,
-    count: Any,
-    first: Any,
-    length: Any,
-    rank: Any,
-    scorer: Scorer,
-) -> None:
+def _score_stock(scratch: dict[str, Any], step: Step, scorer: Scorer) -> None:
     ring = scorer.ring
-    slot = lax.rem(count, ring.stages)
+    slot = lax.rem(step.count, ring.stages)
     plgpu.barrier_wait(scratch["arrived"].at[slot])
     keys = scratch["slots"][slot].astype(jnp.float32)
     products = jnp.einsum("nd,prd->npr", scratch["queries"][...], keys)
-    page = (first + step) * STEP_PAGES + jnp.arange(STEP_PAGES)
-    position = _page_position(page, rank, scorer)[:, None] + jnp.arange(ring.rows)
+    page = step.number * STEP_PAGES + jnp.arange(STEP_PAGES)
+    at = page[:, None] * ring.batch.page_size + jnp.arange(ring.rows)
     token = jnp.arange(scorer.query_rows) // NUM_HEADS
-    visible = position <= (length - scorer.tokens + token)[:, None, None]
-    visible &= (scratch["page_ids"][pl.ds(step * STEP_PAGES, STEP_PAGES)] >= 0)[:, None]
+    visible = at <= (step.room + token)[:, None, None]
+    visible &= (pages_of_step(scratch["page_ids"], step.count) >= 0)[:, None]
     best = jnp.where(visible & ~jnp.isnan(products), products, _LOWEST).max(axis=2)
-    scratch["found"][:, pl.ds(step * STEP_PAGES, STEP_PAGES)] = best
+    scratch["found"][:, pl.ds(step.number * STEP_PAGES, STEP_PAGES)] = best
 
 
-def _score_inline(
-    scratch: dict[str, Any],
-    step: Any,
-    count: Any,
-    first: Any,
-    length: Any,
-    rank: Any,
-    scorer: Scorer,
-) -> None:
+def _score_inline(scratch: dict[str, Any], step: Step, scorer: Scorer) -> None:
     ring = scorer.ring
     names = ("slots", "arrived", "page_ids", "queries", "found")
 
-    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(names), *[_SCALAR] * 5))
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(names), *[_SCALAR] * len(step)))
     def score(_: Any, *arguments: Any) -> None:
         slots, arrived, page_ids, queries, found = arguments[: len(names)]
-        step, count, first, length, rank = (lanes.scalar(x) for x in arguments[len(names) :])
+        step = Step(*(lanes.scalar(x) for x in arguments[len(names) :]))
         lane = lanes.thread() & (WARP - 1)
-        stage = stage_of(count, ring)
-        _wait(barrier_of_warp(arrived, ring, stage), count, ring)
+        stage = stage_of(step.count, ring)
+        _wait(barrier_of_warp(arrived, ring, stage), step.count, ring)
 
-        column = step * STEP_PAGES + warp_number()
-        page_id = (Words.of(page_ids) + column).load()
-        position = _page_position(first * STEP_PAGES + column, rank, scorer)
-        room = length - scorer.tokens - position  # the first token sees rows 0 .. room
+        column = step.number * STEP_PAGES + warp_number()
+        room = step.room - column * ring.batch.page_size  # the first token sees rows 0 .. room
         slot = slot_of_warp(slots, ring, stage)
 
         def page_maxima() -> Sequence[Lane]:
@@ -185,20 +178,15 @@ def _score_inline(
         def nothing() -> Sequence[Lane]:
             return [lanes.constant(_LOWEST, lanes.f32())] * (2 * scorer.tiles)
 
-        values = lanes.choose(
-            page_id >= 0, [lanes.f32()] * (2 * scorer.tiles), page_maxima, nothing
-        )
+        there = page_of_warp(page_ids, step.count) >= 0
+        types = [lanes.f32()] * (2 * scorer.tiles)
+        values = lanes.choose(there, types, page_maxima, nothing)
         _store_row_maxima(values, Words.of(found) + column, lane, scorer)
 
-    score(*(scratch[name] for name in names), step, count, first, length, rank)
+    score(*(scratch[name] for name in names), *step)
 
 
 # ---- parts of the inline code: each emits the program of one CUDA thread ----
-
-
-def _page_position(page: Any, rank: Any, scorer: Scorer) -> Any:
-    """Position of this rank's first row of a page of the request."""
-    return page * scorer.ring.batch.page_size + rank * scorer.ring.rows
 
 
 def _wait(barrier: Lane, count: Lane, ring: PageRing) -> None:
@@ -268,15 +256,16 @@ def _mask(value: Lane, index: int, row: Lane, room: Lane, lane: Lane, scorer: Sc
 def _products(keys: Lane, fragments: Lane, scorer: Scorer) -> list[Lane]:
     """Two key tiles against all query tiles: sums [key tile, query tile, 4 of this lane]."""
     tiles = scorer.tiles
-    words = [_key_words(keys + tile * 8 * HEAD_DIM) for tile in range(2)]
     zero = lanes.constant(0.0, lanes.f32())
     sums = [[[zero] * 4 for _ in range(tiles)] for _ in range(2)]
+    both = [[_key_words(keys + h * 64 + m * 8 * HEAD_DIM) for m in range(2)] for h in range(2)]
     for step in range(8):
+        words = both[step // 4]
         if step % 2 == 0:
             at = fragments + step // 2 * 512
-            query = [_load16(at + tile * _QUERY_WORDS * 4) for tile in range(tiles)]
+            query = [_load16(at + n * _QUERY_WORDS * 4) for n in range(tiles)]
         for m in range(2):
-            low, high = (_widen(word) for word in (words[m][0][step], words[m][1][step]))
+            low, high = (_widen(row[step % 4]) for row in words[m])
             a = (low[0], high[0], low[1], high[1])
             for n in range(tiles):
                 b = query[n][2 * (step % 2) : 2 * (step % 2) + 2]
@@ -285,10 +274,8 @@ def _products(keys: Lane, fragments: Lane, scorer: Scorer) -> list[Lane]:
 
 
 def _key_words(address: Lane) -> tuple[tuple[Lane, ...], tuple[Lane, ...]]:
-    """The 32 bytes this lane multiplies of its row in a tile, and of the row 8 fragment rows on."""
-    low = _load16(address) + _load16(address + 64)
-    high = _load16(address + 4 * HEAD_DIM) + _load16(address + 4 * HEAD_DIM + 64)
-    return low, high
+    """16 bytes of this lane's row in a tile, and of the row 8 fragment rows on."""
+    return _load16(address), _load16(address + 4 * HEAD_DIM)
 
 
 def _multiply_add(a: Sequence[Lane], b: Sequence[Lane], c: Sequence[Lane]) -> list[Lane]:

@@ -37,6 +37,7 @@ from msa_icp_jax.ops._mosaic.work_balance import STEP_PAGES, WARP, Batch, Share,
 
 SEGMENT_STEPS = 32  # steps whose page ids are held at a time
 SEGMENT_PAGES = SEGMENT_STEPS * STEP_PAGES
+_KEPT_IDS = 2 * SEGMENT_PAGES  # of this segment and the next, in a circle
 HALF_SHIFT = 64  # bytes between the end of a slot's first half and the start of its second
 _SCALAR = plgpu.Layout.WG_SPLAT
 _PER_THREAD = plgpu.Layout.WG_STRIDED((SEGMENT_PAGES,), vec_size=1)
@@ -78,7 +79,7 @@ class PageRing:
         return 2 * (self.half_bytes + HALF_SHIFT)
 
     def scratch(self) -> dict[str, Any]:
-        """Shared memory: `slots`, `arrived` (barriers) and `page_ids` of the present segment."""
+        """Shared memory: `slots`, `arrived` (barriers) and `page_ids`, the ids of 64 steps."""
         slots: Any
         arrived: Any
         if self.interpret:
@@ -90,7 +91,7 @@ class PageRing:
         return {
             "slots": slots,
             "arrived": arrived,
-            "page_ids": plgpu.SMEM((SEGMENT_PAGES,), jnp.int32),
+            "page_ids": plgpu.SMEM((_KEPT_IDS,), jnp.int32),
         }
 
     def start(self, arrived: Any) -> None:
@@ -112,13 +113,18 @@ class PageRing:
         if not self.interpret:
             _prefetch_inline(keys, query, ids, share, rows, self)
 
-    def copy(self, keys: Any, scratch: dict[str, Any], step: Any, count: Any) -> None:
-        """Starts the copies of a step of this segment into slot ``count % stages``.
+    def keep_ids(self, page_ids: Any, ids: jax.Array, count: Any) -> None:
+        """Keeps what `read_ids` returned for the CTA's steps from number `count` on.
 
-        `count` numbers the CTA's steps from 0. The slot's former pages must have been used.
+        A barrier has to follow. Steps are numbered from 0; ids are overwritten 64 steps later.
         """
+        keep = _keep_ids_stock if self.interpret else _keep_ids_inline
+        keep(page_ids, ids, count)
+
+    def copy(self, keys: Any, scratch: dict[str, Any], count: Any) -> None:
+        """Starts the copies of step `count`; the pages of step ``count - stages`` are done with."""
         copy = _copy_stock if self.interpret else _copy_inline
-        copy(keys, scratch, step, count, self)
+        copy(keys, scratch, count, self)
 
 
 def _start_inline(arrived: Any, ring: PageRing) -> None:
@@ -181,10 +187,26 @@ def _prefetch_inline(
     prefetch(keys, query, ids, share.request, share.steps)
 
 
-def _copy_stock(keys: Any, scratch: dict[str, Any], step: Any, count: Any, ring: PageRing) -> None:
+def _keep_ids_stock(page_ids: Any, ids: jax.Array, count: Any) -> None:
+    at = (count * STEP_PAGES + jnp.arange(SEGMENT_PAGES)) % _KEPT_IDS
+    page_ids[...] = page_ids[...].at[at].set(ids)
+
+
+def _keep_ids_inline(page_ids: Any, ids: jax.Array, count: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _PER_THREAD, _SCALAR))
+    def keep(_: Any, page_ids: Any, ids: Any, count: Any) -> None:
+        at = lanes.scalar(count) * STEP_PAGES + lanes.thread()
+        (Words.of(page_ids) + (at & (_KEPT_IDS - 1))).store(of_thread(ids))
+
+    keep(page_ids, ids, count)
+
+
+def _copy_stock(keys: Any, scratch: dict[str, Any], count: Any, ring: PageRing) -> None:
     slot = lax.rem(count, ring.stages)
+    first = lax.rem(count * STEP_PAGES, _KEPT_IDS)
+    plgpu.commit_smem()  # the reads of the slot's former pages come before these writes
     for warp in range(STEP_PAGES):
-        page_id = jnp.maximum(scratch["page_ids"][step * STEP_PAGES + warp], 0)
+        page_id = jnp.maximum(scratch["page_ids"][first + warp], 0)
         plgpu.copy_gmem_to_smem(
             keys.at[page_id, pl.ds(ring.row_offset, ring.rows)],
             scratch["slots"].at[slot, warp],
@@ -192,19 +214,15 @@ def _copy_stock(keys: Any, scratch: dict[str, Any], step: Any, count: Any, ring:
         )
 
 
-def _copy_inline(keys: Any, scratch: dict[str, Any], step: Any, count: Any, ring: PageRing) -> None:
-    refs = [plgpu.RefType()] * 4
-
-    @plgpu.inline_mgpu(arg_types=(*refs, _SCALAR, _SCALAR))
-    def copy(
-        _: Any, keys: Any, slots: Any, arrived: Any, page_ids: Any, step: Any, count: Any
-    ) -> None:
-        step, count = lanes.scalar(step), lanes.scalar(count)
+def _copy_inline(keys: Any, scratch: dict[str, Any], count: Any, ring: PageRing) -> None:
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, _SCALAR))
+    def copy(_: Any, keys: Any, slots: Any, arrived: Any, page_ids: Any, count: Any) -> None:
+        count = lanes.scalar(count)
         # The reads of the slot's former page come before the writes of the copy engine.
         lanes.ptx("fence.proxy.async.shared::cta;")
         lanes.warp_barrier()
         with when((lanes.thread() & (WARP - 1)).eq(0)):
-            page_id = (Words.of(page_ids) + (step * STEP_PAGES + warp_number())).load()
+            page_id = page_of_warp(page_ids, count)
             stage = stage_of(count, ring)
             barrier = barrier_of_warp(arrived, ring, stage)
             there = page_id >= 0
@@ -222,7 +240,7 @@ def _copy_inline(keys: Any, scratch: dict[str, Any], step: Any, count: Any, ring
                 )
 
     names = ("slots", "arrived", "page_ids")
-    copy(keys, *(scratch[name] for name in names), step, count)
+    copy(keys, *(scratch[name] for name in names), count)
 
 
 # ---- parts of inline code: each emits the program of one CUDA thread ----
@@ -244,6 +262,17 @@ def of_thread(array: Any) -> Lane:
 
 def warp_number() -> Lane:
     return lanes.thread() >> 5
+
+
+def page_of_warp(page_ids: Any, count: Lane) -> Lane:
+    """Id of this warp's page in a step, -1 where no key is visible."""
+    first = count * STEP_PAGES & (_KEPT_IDS - 1)
+    return (Words.of(page_ids) + (first + warp_number())).load()
+
+
+def pages_of_step(page_ids: Any, count: Any) -> Any:
+    """Its stock twin: the four ids of a step."""
+    return page_ids[pl.ds(lax.rem(count * STEP_PAGES, _KEPT_IDS), STEP_PAGES)]
 
 
 def stage_of(count: Lane, ring: PageRing) -> Lane:

@@ -1,8 +1,12 @@
 """How a decode batch is divided over the CTAs of a grid, by the CTAs themselves.
 
 The unit of work is a *step*: four neighbouring pages of a request, one a warp. Every warp reads all
-lengths, sums the steps of the requests and takes an equal part of the total, to within one step. No
-other kernel, no atomics; a ragged batch is as balanced as an even one.
+lengths, sums the steps of the requests and takes its part of the total. No other kernel, no
+atomics; a ragged batch is as balanced as an even one.
+
+SMs do not read memory equally fast. So where there is much to do, the CTAs that fill the GPU take
+equal parts of the first seven eighths, and as many *late* CTAs, which start one by one as the first
+ones end, take small parts of the rest: fast SMs get more of them.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from msa_icp_jax.ops._mosaic.launch import CTA
 
 STEP_PAGES = 4
 WARP = 32
+_LATE_SHIFT = 3  # late CTAs take an eighth of all steps
 _SCALAR = plgpu.Layout.WG_SPLAT
 
 
@@ -59,6 +64,19 @@ class Batch:
         return self.pages_in_lane(length) + (STEP_PAGES - 1) >> 2
 
 
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """CTAs of a launch: `resident` ones that fill the GPU, then `late` ones (or none)."""
+
+    resident: int
+    late: int
+
+    @property
+    def ctas(self) -> int:
+        """All of them."""
+        return self.resident + self.late
+
+
 class Share(NamedTuple):
     """A CTA's part: `steps` steps from step `first` of `request` on, running into later requests.
 
@@ -71,32 +89,46 @@ class Share(NamedTuple):
     steps: Any
 
 
-def find_share(lengths: Any, batch: Batch, ctas: int, interpret: bool) -> Share:
+def find_share(lengths: Any, batch: Batch, grid: Grid, interpret: bool) -> Share:
     """This CTA's share.
 
     Args:
       lengths: ref of the lengths, int32 [B].
       batch: see `Batch`.
-      ctas: CTAs of the grid.
+      grid: the CTAs that share the batch.
       interpret: take the stock ops.
     """
     find = _find_share_stock if interpret else _find_share_inline
-    return find(lengths, batch, ctas)
+    return find(lengths, batch, grid)
 
 
-def _find_share_stock(lengths: Any, batch: Batch, ctas: int) -> Share:
-    cta = lax.axis_index(CTA)
+def _find_share_stock(lengths: Any, batch: Batch, grid: Grid) -> Share:
     values = lengths[...]
     ends = jnp.cumsum(batch.steps(values))
-    base, rest = ends[-1] // ctas, ends[-1] % ctas
-    start = cta * base + jnp.minimum(cta, rest)
+    start, steps = _part_stock(ends[-1], lax.axis_index(CTA), grid)
     passed = jnp.sum(ends <= start)
     request = jnp.minimum(passed, batch.requests - 1)
     first = start - jnp.where(passed > 0, ends[jnp.maximum(request - 1, 0)], 0)
-    return Share(request, values[request], first, base + jnp.where(cta < rest, 1, 0))
+    return Share(request, values[request], first, steps)
 
 
-def _find_share_inline(lengths: Any, batch: Batch, ctas: int) -> Share:
+def _part_stock(total: Any, cta: Any, grid: Grid) -> tuple[Any, Any]:
+    def equal(total: Any, ctas: int, cta: Any) -> tuple[Any, Any]:
+        base, rest = total // ctas, total % ctas
+        return cta * base + jnp.minimum(cta, rest), base + jnp.where(cta < rest, 1, 0)
+
+    if not grid.late:
+        return equal(total, grid.ctas, cta)
+    early = total - (total >> _LATE_SHIFT)
+    start, steps = equal(early, grid.resident, cta)
+    late_start, late_steps = equal(total - early, grid.late, cta - grid.resident)
+    first_ones = cta < grid.resident
+    return jnp.where(first_ones, start, early + late_start), jnp.where(
+        first_ones, steps, late_steps
+    )
+
+
+def _find_share_inline(lengths: Any, batch: Batch, grid: Grid) -> Share:
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, _SCALAR)
 
     @plgpu.inline_mgpu(
@@ -111,11 +143,7 @@ def _find_share_inline(lengths: Any, batch: Batch, ctas: int) -> Share:
             ends.append(lanes.warp_prefix_sum(batch.steps_in_lane(value), lane) + total)
             total = lanes.warp_from(ends[-1], WARP - 1)
 
-        base = Lane(arith.divui(total.value, int32(ctas).value))
-        rest = total - base * ctas
-        start = cta * base + lanes.minimum(cta, rest)
-        steps = base + (cta < rest).to_i32()
-
+        start, steps = _part_inline(total, cta, grid)
         request, before, length = int32(0), int32(0), int32(0)
         for end in ends:
             passed = lanes.popcount(lanes.warp_ballot(end <= start))
@@ -126,6 +154,21 @@ def _find_share_inline(lengths: Any, batch: Batch, ctas: int) -> Share:
         return tuple(_scalar_result(x) for x in (request, length, start - before, steps))
 
     return Share(*find(lengths, lax.axis_index(CTA)))
+
+
+def _part_inline(total: Lane, cta: Lane, grid: Grid) -> tuple[Lane, Lane]:
+    def equal(total: Lane, ctas: int, cta: Lane) -> tuple[Lane, Lane]:
+        base = Lane(arith.divui(total.value, int32(ctas).value))
+        rest = total - base * ctas
+        return cta * base + lanes.minimum(cta, rest), base + (cta < rest).to_i32()
+
+    if not grid.late:
+        return equal(total, grid.ctas, cta)
+    early = total - (total >> _LATE_SHIFT)
+    start, steps = equal(early, grid.resident, cta)
+    late_start, late_steps = equal(total - early, grid.late, cta - grid.resident)
+    first_ones = cta < grid.resident
+    return where(first_ones, start, early + late_start), where(first_ones, steps, late_steps)
 
 
 def _load_lengths(lengths: Words, lane: Lane, requests: int) -> list[Lane]:

@@ -4,7 +4,8 @@ A persistent grid of small CTAs, one warpgroup each and several on an SM. A CTA 
 the batch (`work_balance`) and goes through it in *segments*: up to 32 steps of one request. A step
 is four pages, one a warp; each warp keeps its own ring of page copies going (`page_ring`), takes
 the maximum of its page's products in registers (`mma`) and puts it beside the others' in shared
-memory. At the end of a segment the CTA writes whole lines of the score plane.
+memory. At the end of a segment the CTA writes whole lines of the score plane, while copies of the
+next segment are already under way.
 
 Under programmatic dependent launch a CTA starts while the kernel before it still runs. Until that
 has ended it takes nothing but hints (see `page_ring`), and reads everything again afterwards.
@@ -13,7 +14,8 @@ has ended it takes nothing but hints (see `page_ring`), and reads everything aga
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +26,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from msa_icp_jax.geometry import NUM_HEADS, cdiv, round_up, rows_per_page
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Words, when, where
-from msa_icp_jax.ops._mosaic.launch import Target, ctas_per_sm, launch
-from msa_icp_jax.ops._mosaic.mma import Scorer
+from msa_icp_jax.ops._mosaic.launch import CTA, Target, ctas_per_sm, launch
+from msa_icp_jax.ops._mosaic.mma import Scorer, Step
 from msa_icp_jax.ops._mosaic.page_ring import SEGMENT_PAGES, SEGMENT_STEPS, PageRing
-from msa_icp_jax.ops._mosaic.work_balance import STEP_PAGES, WARP, Batch, Share, find_share
+from msa_icp_jax.ops._mosaic.work_balance import STEP_PAGES, WARP, Batch, Grid, Share, find_share
 
 _STAGES = {32: 2, 64: 2, 128: 1}  # slots of a warp, by key rows of a page
+_LATE_FROM = 6  # steps a CTA: from here on late CTAs gain more than they cost
 _SCALAR = plgpu.Layout.WG_SPLAT
 
 
@@ -75,13 +78,13 @@ def decode_scores(
     ring = PageRing(batch, width, pages, pitch, row_offset, rows, _STAGES[rows], target.interpret)
     scorer = Scorer(ring, decode_query_len, world_size)
     scratch = {**ring.scratch(), **scorer.scratch()}
-    ctas = min(target.sms * _resident(scorer), requests * cdiv(columns, STEP_PAGES))
+    grid = _grid(scorer, target)
     scores = jax.new_ref(score_out)
     launch(
-        functools.partial(_kernel, scorer=scorer, ctas=ctas, pdl=enable_pdl),
+        functools.partial(_kernel, scorer=scorer, grid=grid, pdl=enable_pdl),
         name="decode_scores",
         target=target,
-        grid=(ctas,),
+        grid=(grid.ctas,),
         scratch_types=scratch,
     )(
         index_q,
@@ -94,16 +97,21 @@ def decode_scores(
     return jax.freeze(scores)
 
 
+def _grid(scorer: Scorer, target: Target) -> Grid:
+    """CTAs that fill the GPU, and as many late ones where much can be to do."""
+    batch = scorer.ring.batch
+    most = batch.requests * cdiv(batch.columns, STEP_PAGES)
+    resident = min(target.sms * _resident(scorer), most)
+    return Grid(resident, resident if most >= _LATE_FROM * resident else 0)
+
+
 def _resident(scorer: Scorer) -> int:
     """CTAs an SM holds; in interpret mode, which has no SMs, one."""
     if scorer.ring.interpret:
         return 1
     scratch = {**scorer.ring.scratch(), **scorer.scratch()}
-    used = sum(
-        round_up(ref.dtype.itemsize * functools.reduce(int.__mul__, ref.shape), 1024)
-        for ref in scratch.values()
-    )
-    return ctas_per_sm(used)
+    used = (ref.dtype.itemsize * math.prod(ref.shape) for ref in scratch.values())
+    return ctas_per_sm(sum(round_up(size, 1024) for size in used))
 
 
 def _kernel(
@@ -115,69 +123,95 @@ def _kernel(
     scores: Any,
     *,
     scorer: Scorer,
-    ctas: int,
+    grid: Grid,
     pdl: bool,
     **scratch: Any,
 ) -> None:
     ring = scorer.ring
     ring.start(scratch["arrived"])
     start = _start_dependent if pdl else _start
-    share = start(query, keys, table, lengths, scratch["page_ids"], scorer, ctas)
+    share = start(query, keys, table, lengths, scratch["page_ids"], scorer, grid)
+    plgpu.commit_smem()  # the first page ids are there
     this_rank = rank[0]
 
-    def more(state: tuple[Share, Any]) -> Any:
-        return state[0].steps > 0
+    def more(state: _State) -> Any:
+        return state.share.steps > 0
 
-    def segment(state: tuple[Share, Any]) -> tuple[Share, Any]:
-        share, done = state
-        steps = jnp.minimum(
-            jnp.minimum(share.steps, ring.batch.steps(share.length) - share.first), SEGMENT_STEPS
-        )
-        plgpu.commit_smem()  # the page ids are there
-        for ahead in range(ring.stages):
+    def segment(state: _State) -> _State:
+        share, done, copied = state
+        steps = _segment_steps(share, ring.batch)
+        for number in range(ring.stages):
 
-            @pl.when(ahead < steps)
-            def _(ahead: int = ahead) -> None:
-                ring.copy(keys, scratch, jnp.int32(ahead), done + ahead)
+            @pl.when((number >= copied) & (number < steps))
+            def _(number: int = number) -> None:
+                ring.copy(keys, scratch, done + number)
 
+        following = _after(share, steps, lengths, ring.batch)
+        following_ids = ring.read_ids(table, following)
         scorer.load_queries(query, scratch["queries"], share.request)
-        plgpu.commit_smem()
+        ring.keep_ids(scratch["page_ids"], following_ids, done + steps)
+        plgpu.commit_smem()  # queries and the following page ids are there
+
+        # With enough steps in this segment the ring runs on into the following one.
+        beyond = jnp.where(steps >= ring.stages, _segment_steps(following, ring.batch), 0)
+        to_copy = steps + beyond
+        room = scorer.room(share.first, share.length, this_rank)
 
         @pl.loop(0, steps)
-        def _(step: Any) -> None:
-            scorer.score(scratch, step, done + step, share.first, share.length, this_rank)
-            ahead = step + ring.stages
+        def _(number: Any) -> None:
+            scorer.score(scratch, Step(number, done + number, room))
+            ahead = number + ring.stages
 
-            @pl.when(ahead < steps)
+            @pl.when(ahead < to_copy)
             def _() -> None:
-                ring.copy(keys, scratch, ahead, done + ahead)
+                ring.copy(keys, scratch, done + ahead)
+
+            if pdl and not ring.interpret:
+
+                @pl.when(ahead >= to_copy)
+                def _() -> None:
+                    plgpu.griddepcontrol_launch_dependents()
 
         plgpu.commit_smem()  # all scores of the segment are there
         _write_scores(scratch["found"], scores, share, steps, scorer)
-        rest = _after(share, steps, lengths, ring.batch)
+        return _State(following, done + steps, jnp.minimum(to_copy - steps, ring.stages))
 
-        @pl.when(rest.steps > 0)
-        def _() -> None:
-            scratch["page_ids"][...] = ring.read_ids(table, rest)
+    lax.while_loop(more, segment, _State(share, jnp.int32(0), jnp.int32(0)))
 
-        return rest, done + steps
 
-    lax.while_loop(more, segment, (share, jnp.int32(0)))
+class _State(NamedTuple):
+    """Where a CTA is, between two segments.
+
+    Attributes:
+      share: what is left to do; the ids of the segment at its start are kept.
+      done: steps done.
+      copied: steps of that segment whose copies are under way.
+    """
+
+    share: Share
+    done: Any
+    copied: Any
+
+
+def _segment_steps(share: Share, batch: Batch) -> Any:
+    """Steps of the segment at a share's start, 0 where nothing is left."""
+    to_end = batch.steps(share.length) - share.first
+    return jnp.minimum(jnp.minimum(share.steps, to_end), SEGMENT_STEPS)
 
 
 def _start(
-    query: Any, keys: Any, table: Any, lengths: Any, page_ids: Any, scorer: Scorer, ctas: int
+    query: Any, keys: Any, table: Any, lengths: Any, page_ids: Any, scorer: Scorer, grid: Grid
 ) -> Share:
     """This CTA's share; the ids of its first pages are in `page_ids`."""
     del query, keys
     ring = scorer.ring
-    share = find_share(lengths, ring.batch, ctas, ring.interpret)
-    page_ids[...] = ring.read_ids(table, share)
+    share = find_share(lengths, ring.batch, grid, ring.interpret)
+    ring.keep_ids(page_ids, ring.read_ids(table, share), jnp.int32(0))
     return share
 
 
 def _start_dependent(
-    query: Any, keys: Any, table: Any, lengths: Any, page_ids: Any, scorer: Scorer, ctas: int
+    query: Any, keys: Any, table: Any, lengths: Any, page_ids: Any, scorer: Scorer, grid: Grid
 ) -> Share:
     """As `_start`, under a kernel that may still be writing the inputs.
 
@@ -185,20 +219,26 @@ def _start_dependent(
     the lengths are, and once more if the guess was wrong.
     """
     ring = scorer.ring
-    if not ring.interpret:
-        plgpu.griddepcontrol_launch_dependents()
-    guess = find_share(lengths, ring.batch, ctas, ring.interpret)
+
+    def find() -> Share:
+        return find_share(lengths, ring.batch, grid, ring.interpret)
+
+    def nothing() -> Share:
+        return Share(*[jnp.int32(0)] * 4)
+
+    # Late CTAs find the wait over.
+    guess = lax.cond(lax.axis_index(CTA) < grid.resident, find, nothing) if grid.late else find()
     ring.prefetch(keys, query, ring.read_ids(table, guess), guess, scorer.query_rows)
     if not ring.interpret:
         plgpu.griddepcontrol_wait()
     ids = ring.read_ids(table, guess)
-    share = find_share(lengths, ring.batch, ctas, ring.interpret)
-    page_ids[...] = ids
+    share = find()
+    ring.keep_ids(page_ids, ids, jnp.int32(0))
     changed = functools.reduce(jnp.logical_or, (a != b for a, b in zip(guess, share, strict=True)))
 
     @pl.when(changed)
     def _() -> None:
-        page_ids[...] = ring.read_ids(table, share)
+        ring.keep_ids(page_ids, ring.read_ids(table, share), jnp.int32(0))
 
     return share
 
