@@ -1,0 +1,94 @@
+"""Makers of test inputs as raw e4m3fn bytes, hostile where the contract allows it."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import oracle
+
+Array = npt.NDArray[Any]
+
+INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
+
+_REAL = pathlib.Path(__file__).parent / "data/real_activations.npz"
+
+
+def fp8(codes: Array) -> jax.Array:
+    """A float8_e4m3fn array of these bytes."""
+    return jnp.asarray(codes.view(jnp.float8_e4m3fn))
+
+
+def integer_queries(rng: np.random.Generator, tokens: int) -> Array:
+    """[tokens, 4, 128] integers of at most 3; one head is all -0.0, so that its scores are zero."""
+    queries = oracle.e4m3_encode(rng.integers(-3, 4, (tokens, 4, 128)))
+    queries[:1, 1] = 0x80
+    return queries
+
+
+def integer_keys(rng: np.random.Generator, pages: int, rows: int) -> Array:
+    """[pages, rows, 128] integers of at most 4, some rows and the whole last page NaN."""
+    keys = oracle.e4m3_encode(rng.integers(-4, 5, (pages, rows, 128)))
+    keys[rng.random((pages, rows)) < 0.05, 5] = 0xFF
+    keys[rng.random((pages, rows)) < 0.05, 77] = 0x7F
+    keys[-1] = 0x7F
+    return keys
+
+
+def normal_bytes(rng: np.random.Generator, shape: Sequence[int], scale: float = 1.0) -> Array:
+    """Normal values, rounded to e4m3fn."""
+    values = (rng.normal(size=shape) * scale).astype(np.float32)
+    return values.astype(jnp.float8_e4m3fn).view(np.uint8)
+
+
+def two_scale_bytes(rng: np.random.Generator, shape: Sequence[int]) -> Array:
+    """Vectors of one large and 127 tiny entries: products that few-bit accumulators lose."""
+    values = rng.choice([-1, 1], shape) * rng.choice([0.125, 0.25, 1.0], shape)
+    values[..., 17] = rng.choice([-256.0, 256.0], shape[:-1])
+    return oracle.e4m3_encode(values)
+
+
+def block_table(
+    rng: np.random.Generator,
+    lengths: Sequence[int],
+    page_size: int,
+    width: int,
+    pages: int,
+    bad_share: float = 0.0,
+) -> Array:
+    """A permuted table [B, width] whose entries past each request's pages are garbage.
+
+    `bad_share` of the used entries lie outside the cache. Pages repeat when there are too few.
+    """
+    requests = len(lengths)
+    order = [rng.permutation(pages) for _ in range(-(-requests * width // pages))]
+    table = np.concatenate(order)[: requests * width].reshape(requests, width).astype(np.int32)
+    bad = rng.random(table.shape) < bad_share
+    table[bad] = rng.choice(np.array([-1, -7, pages, pages + 1, INT_MAX, INT_MIN]), bad.sum())
+    for row, length in zip(table, lengths, strict=True):
+        unused = row[max(-(-length // page_size), 0) :]
+        # Ids inside the cache as well: a scorer that reads them finds real keys there.
+        unused[:] = rng.choice(np.array([0, 1, -1, pages, INT_MAX, INT_MIN]), unused.shape)
+    return table
+
+
+def any_bits(rng: np.random.Generator, shape: Sequence[int]) -> Array:
+    """float32 of random bits, NaN included: what a buffer may hold before a call."""
+    return rng.integers(INT_MIN, INT_MAX, shape, endpoint=True).astype(np.int32).view(np.float32)
+
+
+class Activations(NamedTuple):
+    """Attention queries and keys of a trained model, scaled to RMS 4 (see data/README.md)."""
+
+    queries: Array  # uint8 [124, 4, 128]
+    keys: Array  # uint8 [80, 128, 128]: one block after the other
+
+
+def real_activations() -> Activations:
+    with np.load(_REAL) as data:
+        return Activations(data["index_q"], data["index_k"])

@@ -1,0 +1,508 @@
+"""The portable decode scorers against the float64 reference."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import hypothesis
+import hypothesis.strategies as st
+import inputs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from inputs import INT_MAX, INT_MIN
+from oracle import Shard
+
+from msa_icp_jax import msa_icp_decode_index_score_sharded, msa_icp_decode_score_publish
+from msa_icp_jax.ops.select import MSAIcpRows
+
+REQUESTS, PAGES, WIDTH, COLUMNS = 8, 48, 22, 40
+INF = float("inf")
+
+
+class Layout(NamedTuple):
+    """How the ranks hold their rows: W, P, and the compound page around them (pitch 0: none)."""
+
+    world_size: int
+    page_size: int
+    row_offset: int = 0
+    pitch: int = 0
+
+    def shard(self, rank: int) -> Shard:
+        return Shard(rank, self.world_size, self.page_size, self.row_offset)
+
+    @property
+    def page_rows(self) -> int:
+        return self.pitch or self.page_size // self.world_size
+
+
+W2, W4, W2_WIDE, W4_WIDE = Layout(2, 128), Layout(4, 128), Layout(2, 256), Layout(4, 256)
+COMPOUND = Layout(4, 128, row_offset=8, pitch=48)
+COMPOUND_WIDE = Layout(4, 256, row_offset=0, pitch=352)
+
+CASES = [
+    (W2, 1),
+    (W2, 8),
+    (W4, 2),
+    (COMPOUND, 4),
+    (W2_WIDE, 3),
+    (W2_WIDE, 5),
+    (W4_WIDE, 6),
+    (COMPOUND_WIDE, 7),
+]
+by_case = pytest.mark.parametrize(
+    ("layout", "query_len"), CASES, ids=[f"{'-'.join(map(str, c[0]))}-q{c[1]}" for c in CASES]
+)
+
+# Empty and negative lengths, shorter than the query tokens, page edges, past the table, past int32.
+LENGTHS = [
+    [0, 1, 127, 128, 129, 2047, WIDTH * 128, -5],
+    [5000, INT_MAX, INT_MIN, 3, 300, 1793, 2049, COLUMNS * 256],
+]
+
+
+@functools.cache
+def scorer(layout: Layout, query_len: int) -> Any:
+    """score(index_q, index_k, table, lens, score_out, rank); one executable for every rank."""
+
+    def score(q, k, table, lens, score_out, rank):
+        return msa_icp_decode_index_score_sharded(
+            q,
+            k,
+            table,
+            lens,
+            score_out,
+            rank=rank,
+            world_size=layout.world_size,
+            page_size=layout.page_size,
+            decode_query_len=query_len,
+            max_decode_query_len=8,
+            row_offset=layout.row_offset,
+            backend="xla",
+        )
+
+    return jax.jit(score, donate_argnums=4)
+
+
+@functools.cache
+def publisher(layout: Layout, query_len: int, begin: int = 1, end: int = 2) -> Any:
+    """publish(index_q, index_k, table, lens, nvp, generations, slot, rank) -> MSAIcpRows."""
+
+    def publish(q, k, table, lens, nvp, generations, slot, rank) -> MSAIcpRows:
+        return msa_icp_decode_score_publish(
+            q,
+            k,
+            table,
+            lens,
+            nvp,
+            rank=rank,
+            world_size=layout.world_size,
+            page_size=layout.page_size,
+            decode_query_len=query_len,
+            force_begin_blocks=begin,
+            force_end_blocks=end,
+            generations=generations,
+            slot=slot,
+            row_offset=layout.row_offset,
+            backend="xla",
+        )
+
+    return jax.jit(publish)
+
+
+class Inputs(NamedTuple):
+    queries: np.ndarray
+    keys: np.ndarray
+    table: np.ndarray
+    lens: np.ndarray
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        return (
+            inputs.fp8(self.queries),
+            inputs.fp8(self.keys),
+            jnp.asarray(self.table),
+            jnp.asarray(self.lens),
+        )
+
+
+def integer_inputs(layout: Layout, query_len: int, lens: Sequence[int], seed: int = 0) -> Inputs:
+    rng = np.random.default_rng(seed)
+    return Inputs(
+        inputs.integer_queries(rng, len(lens) * query_len),
+        inputs.integer_keys(rng, PAGES, layout.page_rows),
+        inputs.block_table(rng, lens, layout.page_size, WIDTH, PAGES, bad_share=0.1),
+        np.array(lens, np.int32),
+    )
+
+
+def reference(case: Inputs, shard: Shard, query_len: int, columns: int = COLUMNS):
+    return oracle.decode_plane(
+        case.queries, case.keys, case.table, case.lens, columns, shard, query_len
+    )
+
+
+def expected_rows(case: Inputs, nvp: Any, shard: Shard, query_len: int, columns: int, force: Any):
+    """What the fused scorer sends: the exact plane, selected."""
+    plane = reference(case, shard, query_len, columns).scores.astype(np.float32)
+    found = oracle.select(
+        plane, nvp, *force, index_scale=shard.index_scale, index_offset=shard.index_offset
+    )
+    return oracle.rows_by_owner(found, shard.world_size)
+
+
+# ---- the plane ----
+
+
+@by_case
+def test_integer_scores_are_bit_exact_and_nothing_else_is_touched(layout, query_len):
+    score = scorer(layout, query_len)
+    executables = score._cache_size()
+    rng = np.random.default_rng(1)
+    for seed, lens in enumerate(LENGTHS):
+        case = integer_inputs(layout, query_len, lens, seed)
+        before = inputs.any_bits(rng, (REQUESTS * query_len + 3, 4, COLUMNS))
+        for rank in range(layout.world_size):
+            after = np.asarray(score(*case.arrays(), before, jnp.int32(rank)))
+            plane = reference(case, layout.shard(rank), query_len)
+            oracle.check_scores(after, before, plane, eps=0)
+    assert score._cache_size() == executables + 1
+
+
+def test_a_static_rank_gives_the_bits_of_a_traced_one():
+    case = integer_inputs(W4, 2, LENGTHS[0])
+    before = np.zeros((REQUESTS * 2, 4, COLUMNS), np.float32)
+    traced = scorer(W4, 2)(*case.arrays(), before, jnp.int32(3))
+    static = jax.jit(functools.partial(scorer(W4, 2).__wrapped__, rank=3))(*case.arrays(), before)
+    np.testing.assert_array_equal(np.asarray(traced), np.asarray(static))
+
+
+def score_one(layout: Layout, keys: np.ndarray, table: Sequence[Sequence[int]], lens: Any):
+    """Rank 0's scores [B, COLUMNS] of all-ones queries over a plane of 7s; few lens fill up."""
+    rows = np.full((REQUESTS, WIDTH), -1, np.int32)
+    for row, entries in zip(rows, table, strict=False):
+        row[: len(entries)] = entries
+    padded = np.zeros(REQUESTS, np.int32)
+    padded[: len(lens)] = lens
+    case = Inputs(oracle.e4m3_encode(np.ones((REQUESTS, 4, 128))), keys, rows, padded)
+    before = np.full((REQUESTS + 3, 4, COLUMNS), 7, np.float32)
+    scores = np.asarray(scorer(layout, 1)(*case.arrays(), before, jnp.int32(0)))
+    np.testing.assert_array_equal(scores, scores[:, :1].repeat(4, axis=1))
+    return scores[:, 0]
+
+
+def one_hot_cache(value: float = 0.0) -> np.ndarray:
+    """A cache for W2 whose key row j of page p sums to value, but row 0 to p."""
+    keys = np.zeros((PAGES, 64, 128))
+    keys[..., 0] = value
+    keys[:, 0, 0] = np.arange(PAGES) % 16
+    return oracle.e4m3_encode(keys)
+
+
+def test_graph_padding_touches_nothing():
+    scores = score_one(W2, one_hot_cache(), [[5], [5], [5, 6, 7, 8, 9, 10]], [0, 0, 700])
+    assert scores[2, :8].tolist() == [5, 6, 7, 8, 9, 10, -INF, -INF]
+    assert (scores[2, 8:] == 7).all()
+    assert (scores[[0, 1, 3, 4, 5, 6, 7, 8, 9, 10]] == 7).all()
+
+
+def test_table_entries_past_the_length_are_never_read():
+    for garbage in (-1, 6, PAGES, INT_MAX, INT_MIN):
+        scores = score_one(W2, one_hot_cache(), [[3, garbage, garbage]], [100])
+        assert scores[0, :5].tolist() == [3, -INF, -INF, -INF, 7]
+
+
+def test_a_used_entry_outside_the_cache_hides_its_rows():
+    for bad in (-1, -PAGES, PAGES, INT_MAX, INT_MIN):
+        scores = score_one(W2, one_hot_cache(), [[3, bad, 4]], [384])
+        assert scores[0, :5].tolist() == [3, -INF, 4, -INF, 7]
+
+
+def test_a_length_past_the_table_stops_at_its_width():
+    scores = score_one(W2, one_hot_cache(), [range(WIDTH)], [5000])
+    assert scores[0, :WIDTH].tolist() == [p % 16 for p in range(WIDTH)]
+    assert (scores[0, WIDTH:] == -INF).all()  # 5000 tokens are 40 columns
+
+
+def test_a_table_far_narrower_than_the_plane():
+    rng = np.random.default_rng(0)
+    lens = np.full(REQUESTS, INT_MAX, np.int32)
+    keys = inputs.integer_keys(rng, 32, 32)
+    table = rng.permutation(32)[None].repeat(REQUESTS, 0).astype(np.int32)
+    case = Inputs(inputs.integer_queries(rng, REQUESTS), keys, table, lens)
+    before = np.zeros((REQUESTS, 4, 1024), np.float32)
+    after = np.asarray(scorer(W4, 1)(*case.arrays(), before, jnp.int32(1)))
+    plane = reference(case, W4.shard(1), 1, columns=1024)
+    oracle.check_scores(after, before, plane, eps=0)
+    assert (after[..., 32:] == -INF).all()
+
+
+def test_unwritten_rows_of_the_last_page_may_hold_anything():
+    """Length 193: rows 65 to 127 of the second page were never written."""
+    clean = one_hot_cache(1)
+    layout = Layout(2, 256)  # rank 0 holds rows 0 to 127, so the edge lies inside its rows
+    pages = np.concatenate([clean, clean], axis=1)
+    want = score_one(layout, pages, [[3, 4]], [193 + 256])
+    for garbage in (0x7F, 0xFF, 0x7E):
+        pages[4, 193:] = garbage
+        pages[4, 65:] = np.where(np.arange(65, 128)[:, None] < 193, pages[4, 65:], garbage)
+        for _ in range(2):
+            np.testing.assert_array_equal(score_one(layout, pages, [[3, 4]], [193 + 256]), want)
+    hidden = clean.copy()
+    hidden[4, 33:] = 0x7F
+    assert score_one(W2, hidden, [[3, 4]], [128 + 33])[0, :3].tolist() == [3, 4, -INF]
+    hidden[4, 32] = 0x7E  # visible, the last one: it does win
+    assert score_one(W2, hidden, [[3, 4]], [128 + 33])[0, 1] == 448 * 128
+
+
+def test_a_nan_product_never_wins_and_never_poisons():
+    keys = one_hot_cache()
+    keys[3, 7] = 0x7F
+    keys[4, :] = 0xFF
+    scores = score_one(W2, keys, [[3, 4]], [256])
+    assert scores[0, :3].tolist() == [3, -INF, -INF]
+
+
+def test_a_zero_is_positive():
+    keys = np.full((PAGES, 64, 128), 0x80, np.uint8)  # -0.0
+    scores = score_one(W2, keys, [[3]], [64])
+    assert scores[0, 0] == 0
+    assert not np.signbit(scores[0, 0])
+
+
+def test_more_query_tokens_than_keys():
+    """Length 2, four query tokens: two sit at negative positions and see nothing."""
+    case = integer_inputs(COMPOUND, 4, [2] * REQUESTS)
+    case.table[:, 0] = 5
+    case.keys[5] = 0x38  # 1.0
+    before = np.full((REQUESTS * 4 + 3, 4, COLUMNS), 7, np.float32)
+    after = np.asarray(scorer(COMPOUND, 4)(*case.arrays(), before, jnp.int32(0)))
+    first = after[: REQUESTS * 4].reshape(REQUESTS, 4, 4, COLUMNS)
+    assert (first[:, :2, :, :4] == -INF).all()
+    assert (first[:, 2:, :, 0] > -INF).all()
+    assert oracle.decode_num_valid_pages([2], 4).tolist() == [0, 0, 1, 1]
+
+
+def test_no_requests():
+    q, k = inputs.fp8(np.zeros((0, 4, 128), np.uint8)), inputs.fp8(np.zeros((3, 64, 128), np.uint8))
+    table, lens = jnp.zeros((0, 4), jnp.int32), jnp.zeros(0, jnp.int32)
+    before = inputs.any_bits(np.random.default_rng(0), (5, 4, 8))
+    after = np.asarray(scorer(W2, 1)(q, k, table, lens, before, jnp.int32(0)))
+    np.testing.assert_array_equal(after.view(np.int32), before.view(np.int32))
+    for generations, row in ((None, (33,)), (jnp.zeros((3, 4, 6), jnp.int32), (32, 2))):
+        sent = publisher(W2, 1)(q, k, table, lens, lens, generations, 0, jnp.int32(0))
+        assert sent.rows.shape == (2, 2, 0, *row)
+        if generations is not None:
+            assert not np.asarray(sent.generations).any()
+
+
+def million_key_inputs(page_size: int) -> Inputs:
+    """One request of 1 Mi keys over a small pool: pages repeat, so scores tie."""
+    rng = np.random.default_rng(4)
+    length, pages = 1 << 20, 192
+    layout = Layout(4, page_size)
+    return Inputs(
+        inputs.integer_queries(rng, 2)[1:],
+        inputs.integer_keys(rng, pages, layout.page_rows),
+        inputs.block_table(rng, [length], page_size, length // page_size, pages, bad_share=0.01),
+        np.array([length], np.int32),
+    )
+
+
+@pytest.mark.parametrize(("layout", "rank"), [(W4, 3), (W4_WIDE, 2)], ids=["128", "256"])
+def test_a_million_keys(layout, rank):
+    case, shard = million_key_inputs(layout.page_size), layout.shard(rank)
+    columns = (1 << 20) // layout.page_size
+    before = inputs.any_bits(np.random.default_rng(0), (1, 4, columns))
+    after = np.asarray(scorer(layout, 1)(*case.arrays(), before, jnp.int32(rank)))
+    plane = reference(case, shard, 1, columns)
+    oracle.check_scores(after, before, plane, eps=0)
+
+    nvp = np.array([8192], np.int32)
+    sent = publisher(layout, 1)(*case.arrays(), nvp, None, 0, jnp.int32(rank))
+    want = expected_rows(case, nvp, shard, 1, columns, (1, 2))
+    np.testing.assert_array_equal(np.asarray(sent.rows), want)
+
+
+def test_a_page_past_two_to_the_31_bytes():
+    """Page 47,663 of 45,056 bytes lies past 2^31; most of the cache stays untouched."""
+    pages, pitch = 47_680, 352
+    size = pages * pitch * 128
+    memory = np.zeros(size + 64, np.uint8)
+    cache = memory[-memory.ctypes.data % 64 :][:size].reshape(pages, pitch, 128)
+    far = [47_663, 47_679]
+    cache[far, 16:48] = inputs.integer_keys(np.random.default_rng(0), 3, 32)[:2]
+    layout = Layout(4, 128, row_offset=16, pitch=pitch)
+    case = Inputs(
+        inputs.integer_queries(np.random.default_rng(0), 1),
+        cache,
+        np.array([[far[0], 1, far[1], 2]], np.int32),
+        np.array([512], np.int32),
+    )
+    before = np.zeros((1, 4, 4), np.float32)
+    shared = jax.device_put(cache.view(jnp.float8_e4m3fn), may_alias=True)
+    arrays = (inputs.fp8(case.queries), shared, case.table, case.lens)
+    after = np.asarray(scorer(layout, 1)(*arrays, before, jnp.int32(2)))
+    oracle.check_scores(after, before, reference(case, layout.shard(2), 1, columns=4), eps=0)
+    assert after[0, 0, 0] > 0
+
+
+# ---- precision ----
+
+
+def test_two_scales_stay_within_the_exact_bound():
+    rng = np.random.default_rng(2)
+    case = Inputs(
+        inputs.two_scale_bytes(rng, (REQUESTS * 2, 4, 128)),
+        inputs.two_scale_bytes(rng, (PAGES, 32, 128)),
+        inputs.block_table(rng, [2500] * REQUESTS, 128, WIDTH, PAGES),
+        np.full(REQUESTS, 2500, np.int32),
+    )
+    before = np.zeros((REQUESTS * 2, 4, COLUMNS), np.float32)
+    for rank in range(4):
+        after = np.asarray(scorer(W4, 2)(*case.arrays(), before, jnp.int32(rank)))
+        plane = reference(case, W4.shard(rank), 2)
+        oracle.check_scores(after, before, plane, oracle.EXACT_EPS)
+
+
+def test_blocks_that_differ_in_the_seventeenth_place_are_told_apart():
+    """Block b scores 65536 + place(b) / 2: a 14-bit product or accumulator sees one value."""
+    blocks = 20
+    place = np.random.default_rng(3).permutation(blocks)
+    query, keys = np.full((REQUESTS, 4, 128), 0.5), np.zeros((PAGES, 64, 128))
+    query[..., 0], keys[..., 0] = 256.0, 256.0
+    for block in range(blocks):
+        keys[block, 0, 1 : 1 + place[block]] = 1.0
+    case = Inputs(
+        oracle.e4m3_encode(query),
+        oracle.e4m3_encode(keys),
+        np.arange(WIDTH, dtype=np.int32)[None].repeat(REQUESTS, 0),
+        np.full(REQUESTS, blocks * 128, np.int32),
+    )
+    nvp = np.full(REQUESTS, blocks, np.int32)
+    sent = publisher(W2, 1, 0, 0)(*case.arrays(), nvp, None, 0, jnp.int32(0))
+    ids = np.asarray(sent.rows)[..., 16:32].reshape(-1, 16)
+    want = np.flatnonzero(place >= blocks - 16)
+    np.testing.assert_array_equal(ids, want[None].repeat(len(ids), 0))
+
+
+def test_real_activations():
+    real = inputs.real_activations()
+    blocks = len(real.keys)
+    queries = real.queries[::16][:REQUESTS]
+    table = np.random.default_rng(5).permutation(blocks).astype(np.int32)
+    length = blocks * 128 - 61
+    keys = real.keys[np.argsort(table)]  # physical page table[b] holds block b
+    table = table[None].repeat(REQUESTS, 0)
+    lens = np.full(REQUESTS, length, np.int32)
+    before = np.zeros((REQUESTS, 4, blocks), np.float32)
+    planes = []
+    for rank, part in enumerate(oracle.shard_cache(keys, 4)):
+        case = Inputs(queries, part, table, lens)
+        after = np.asarray(scorer(W4, 1)(*case.arrays(), before, jnp.int32(rank)))
+        plane = reference(case, W4.shard(rank), 1, blocks)
+        oracle.check_scores(after, before, plane, oracle.EXACT_EPS)
+        planes.append(after)
+    nvp = oracle.decode_num_valid_pages(lens, 1)
+    got = oracle.answer(oracle.join_planes(planes, 128), nvp, 0, 1)
+    whole = oracle.global_decode_plane(queries, keys, table, lens, blocks, 1)
+    np.testing.assert_array_equal(got, oracle.answer(whole.scores, nvp, 0, 1))
+    assert len(np.unique(got.reshape(-1, 16), axis=0)) > 8  # the queries do choose
+
+
+# ---- the fused scorer ----
+
+
+@by_case
+def test_fused_rows_are_the_selected_plane(layout, query_len):
+    publish = publisher(layout, query_len)
+    executables = publish._cache_size()
+    case = integer_inputs(layout, query_len, LENGTHS[0])
+    nvp = oracle.decode_num_valid_pages(case.lens, query_len)
+    nvp[-1] = -3  # the counts are the caller's: they need not follow the lengths
+    nvp[:1] = COLUMNS * layout.page_size // 128
+    for rank in range(layout.world_size):
+        shard = layout.shard(rank)
+        sent = publish(*case.arrays(), nvp, None, jnp.int32(0), jnp.int32(rank))
+        want = expected_rows(case, nvp, shard, query_len, COLUMNS, (1, 2))
+        np.testing.assert_array_equal(np.asarray(sent.rows), want)
+        assert sent.generations is None
+    assert publish._cache_size() == executables + 1
+
+
+def test_counts_past_the_last_block_stop_there():
+    """More visible blocks than there are ids: the forced window lies past the last candidate."""
+    case = integer_inputs(W4, 2, [*LENGTHS[1][:2], *LENGTHS[0][:6]])
+    nvp = oracle.decode_num_valid_pages(case.lens, 2)
+    assert nvp[2] > 8192
+    nvp[:2] = 8193
+    sent = publisher(W4, 2)(*case.arrays(), nvp, None, jnp.int32(0), jnp.int32(1))
+    want = expected_rows(case, nvp, W4.shard(1), 2, 8192, (1, 2))
+    np.testing.assert_array_equal(np.asarray(sent.rows), want)
+    assert (want[..., 16:32] < 8192).all()
+    assert 8191 in want[0, 0, 0, 16:32]
+
+
+def test_fused_and_unfused_agree_bit_for_bit_on_rounded_sums():
+    rng = np.random.default_rng(6)
+    lens = LENGTHS[0]
+    case = Inputs(
+        inputs.two_scale_bytes(rng, (REQUESTS * 2, 4, 128)),
+        inputs.two_scale_bytes(rng, (PAGES, 32, 128)),
+        inputs.block_table(rng, lens, 128, WIDTH, PAGES),
+        np.array(lens, np.int32),
+    )
+    nvp = oracle.decode_num_valid_pages(lens, 2)
+    plane = np.full((REQUESTS * 2 + 3, 4, COLUMNS), -np.inf, np.float32)
+    plane = np.asarray(scorer(W4, 2)(*case.arrays(), plane, jnp.int32(1)))[: REQUESTS * 2]
+    sent = publisher(W4, 2)(*case.arrays(), nvp, None, jnp.int32(0), jnp.int32(1))
+    want = oracle.rows_by_owner(oracle.select(plane, nvp, 1, 2), 4)
+    np.testing.assert_array_equal(np.asarray(sent.rows), want)
+
+
+def test_fused_rows_carry_the_bumped_generations():
+    case = integer_inputs(W4, 2, LENGTHS[0])
+    nvp = oracle.decode_num_valid_pages(case.lens, 2)
+    tokens, capacity = len(nvp), len(nvp) + 2
+    rng = np.random.default_rng(0)
+    generations = rng.choice([0, 5, -1, INT_MAX, INT_MIN], (3, 4, capacity)).astype(np.int32)
+    publish = publisher(W4, 2)
+    plain = publish(*case.arrays(), nvp, None, jnp.int32(0), jnp.int32(2))
+    head_rows = np.asarray(plain.rows).reshape(4, tokens, 33)
+    counters = jnp.asarray(generations.copy())
+    for call in (0, 1, 5, 2):
+        sent = publish(*case.arrays(), nvp, counters, jnp.int32(call), jnp.int32(2))
+        counters = sent.generations
+        want, bumped = oracle.tag_rows(head_rows, generations[call % 3, :, :tokens])
+        generations[call % 3, :, :tokens] = bumped
+        np.testing.assert_array_equal(sent.rows, oracle.rows_by_owner(want, 4))
+        np.testing.assert_array_equal(counters, generations)
+
+
+# ---- any metadata ----
+
+
+@hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@hypothesis.given(data=st.data())
+def test_any_lengths_and_tables(data):
+    length = st.one_of(st.integers(-2, 3000), st.integers(INT_MIN, INT_MAX))
+    lens = data.draw(st.lists(length, min_size=REQUESTS, max_size=REQUESTS))
+    entry = st.one_of(st.integers(0, PAGES - 1), st.integers(INT_MIN, INT_MAX))
+    row = st.lists(entry, min_size=WIDTH, max_size=WIDTH)
+    table = data.draw(st.lists(row, min_size=2, max_size=2))
+    layout, query_len = data.draw(st.sampled_from([(W4, 2), (W2_WIDE, 3), (COMPOUND, 4)]))
+    rank = data.draw(st.integers(0, layout.world_size - 1))
+
+    case = integer_inputs(layout, query_len, lens)
+    case.table[:2] = table
+    before = inputs.any_bits(np.random.default_rng(0), (REQUESTS * query_len + 3, 4, COLUMNS))
+    after = np.asarray(scorer(layout, query_len)(*case.arrays(), before, jnp.int32(rank)))
+    oracle.check_scores(after, before, reference(case, layout.shard(rank), query_len), eps=0)
+
+    nvp = np.minimum(oracle.decode_num_valid_pages(lens, query_len), COLUMNS)
+    sent = publisher(layout, query_len)(*case.arrays(), nvp, None, jnp.int32(0), jnp.int32(rank))
+    want = expected_rows(case, nvp, layout.shard(rank), query_len, COLUMNS, (1, 2))
+    np.testing.assert_array_equal(np.asarray(sent.rows), want)
