@@ -1,0 +1,187 @@
+"""The decode kernel on the GPU: the machine pieces against the oracle.
+
+The interpreter tests hold the stock-op twins to the same oracle, so both forms agree.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import inputs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from msa_icp_jax.ops._mosaic.launch import current_target
+from msa_icp_jax.ops.decode_score import mosaic
+
+
+def _is_hopper() -> bool:
+    device = jax.devices()[0]
+    return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not _is_hopper(), reason="needs a GPU of compute capability 9.0"),
+]
+
+_EXACT = 2**-17
+_RAGGED = (700, 0, -5, 131, 20000, 128, 1, 3)
+
+
+def _call(shard: oracle.Shard, query_len: int, pdl: bool = True) -> Any:
+    """The jitted kernel; the rank is traced, the score buffer donated."""
+    kernel = functools.partial(
+        mosaic.decode_scores,
+        world_size=shard.world_size,
+        page_size=shard.page_size,
+        decode_query_len=query_len,
+        row_offset=shard.row_offset,
+        precision="exact",
+        enable_pdl=pdl,
+        target=current_target(),
+    )
+    return jax.jit(
+        lambda q, k, table, lengths, scores, rank: kernel(q, k, table, lengths, scores, rank=rank),
+        donate_argnums=4,
+    )
+
+
+def _check(
+    shard: oracle.Shard,
+    lengths: tuple[int, ...],
+    query_len: int,
+    queries: np.ndarray,
+    keys: np.ndarray,
+    *,
+    columns: int,
+    width: int,
+    eps: float,
+    pdl: bool = True,
+) -> None:
+    rng = np.random.default_rng(1)
+    tokens = len(lengths) * query_len
+    table = inputs.block_table(rng, lengths, shard.page_size, width, len(keys), bad_share=0.1)
+    before = inputs.any_bits(rng, (tokens + 3, 4, columns))
+    plane = oracle.decode_plane(queries, keys, table, lengths, columns, shard, query_len)
+    arrays = (inputs.fp8(queries), inputs.fp8(keys), jnp.asarray(table))
+    call = _call(shard, query_len, pdl)
+
+    def once() -> np.ndarray:
+        scores = jnp.asarray(before)
+        pointer = scores.unsafe_buffer_pointer()
+        out = call(*arrays, jnp.asarray(lengths, jnp.int32), scores, jnp.int32(shard.rank))
+        assert out.unsafe_buffer_pointer() == pointer
+        return np.asarray(out)
+
+    actual = once()
+    oracle.check_scores(actual, before, plane, eps)
+    for _ in range(5):
+        np.testing.assert_array_equal(once().view(np.int32), actual.view(np.int32))
+
+
+@pytest.mark.parametrize("query_len", range(1, 9))
+@pytest.mark.parametrize(("world_size", "page_size"), [(4, 128), (2, 128), (4, 256), (2, 256)])
+def test_integers_are_bit_exact(world_size, page_size, query_len):
+    rng = np.random.default_rng(query_len)
+    shard = oracle.Shard(query_len % world_size, world_size, page_size)
+    queries = inputs.integer_queries(rng, len(_RAGGED) * query_len)
+    keys = inputs.integer_keys(rng, 300, shard.rows)
+    _check(
+        shard,
+        _RAGGED,
+        query_len,
+        queries,
+        keys,
+        columns=160,
+        width=150,
+        eps=0.0,
+        pdl=query_len % 2 == 1,
+    )
+
+
+@pytest.mark.parametrize("make", [inputs.normal_bytes, inputs.two_scale_bytes])
+@pytest.mark.parametrize(("world_size", "page_size"), [(4, 128), (2, 128), (2, 256)])
+def test_sums_are_float32(world_size, page_size, make):
+    rng = np.random.default_rng(4)
+    shard = oracle.Shard(1, world_size, page_size)
+    queries = make(rng, (2 * len(_RAGGED), 4, 128))
+    keys = make(rng, (300, shard.rows, 128))
+    _check(shard, _RAGGED, 2, queries, keys, columns=160, width=157, eps=_EXACT)
+
+
+def test_most_requests_most_columns():
+    rng = np.random.default_rng(5)
+    shard = oracle.Shard(2, 4, 128)
+    lengths = (*rng.integers(-3, 900, 255).tolist(), 1 << 20)
+    queries = inputs.integer_queries(rng, 256)
+    keys = inputs.integer_keys(rng, 4096, shard.rows)
+    _check(shard, lengths, 1, queries, keys, columns=8192, width=8192, eps=0.0)
+
+
+def test_compound_pages():
+    rng = np.random.default_rng(6)
+    shard = oracle.Shard(3, 4, 128, row_offset=288)
+    queries = inputs.integer_queries(rng, len(_RAGGED))
+    keys = oracle.compound_cache(inputs.integer_keys(rng, 300, shard.rows), 352, 288)
+    _check(shard, _RAGGED, 1, queries, keys, columns=160, width=157, eps=0.0)
+
+
+def test_cache_over_two_gib():
+    """Pages at both ends of a cache whose byte offsets pass 2**31 and 2**32."""
+    shard = oracle.Shard(1, 2, 256)
+    pages, rng = (1 << 32) // (shard.rows * 128) + 64, np.random.default_rng(7)
+    keys = inputs.integer_keys(rng, 16, shard.rows)
+    queries = inputs.integer_queries(rng, 1)
+    near = np.arange(16, dtype=np.int32)[None]
+    far = np.where(near < 8, near, pages - 16 + near).astype(np.int32)
+    far[0, 5], near = near[0, 4], near.copy()
+    near[0, 5] = near[0, 4]
+    cache = jnp.zeros((pages, shard.rows, 128), jnp.float8_e4m3fn)
+    cache = jax.jit(lambda c, a, b: c.at[:8].set(a).at[-8:].set(b), donate_argnums=0)(
+        cache, inputs.fp8(keys[:8]), inputs.fp8(keys[8:])
+    )
+    lengths = (16 * 256 - 30,)
+    before = np.zeros((1, 4, 16), np.float32)
+    out = _call(shard, 1)(
+        inputs.fp8(queries),
+        cache,
+        jnp.asarray(far),
+        jnp.asarray(lengths, jnp.int32),
+        jnp.asarray(before),
+        jnp.int32(1),
+    )
+    plane = oracle.decode_plane(queries, keys, near, lengths, 16, shard, 1)
+    oracle.check_scores(np.asarray(out), before, plane, eps=0.0)
+
+
+def test_inputs_written_just_before():
+    """Dependent launches: lengths, table and keys come from the kernels right before this one."""
+    rng = np.random.default_rng(8)
+    shard = oracle.Shard(0, 4, 128)
+    lengths = np.array([5000, 300, 0, 9000], np.int32)
+    queries = inputs.integer_queries(rng, 4)
+    keys = inputs.integer_keys(rng, 200, shard.rows)
+    table = inputs.block_table(rng, lengths.tolist(), 128, 72, 200)
+    kernel = _call(shard, 1)
+
+    @jax.jit
+    def chain(flag: jax.Array, q: Any, k: Any, table: Any, lengths: Any, plane: Any) -> Any:
+        first = kernel(q, k, table * 0, lengths // 3, plane, jnp.int32(0))
+        # Both depend on the first call's scores, without changing with them.
+        zero = jnp.where(jnp.isnan(first[0, 0, 0]), 1, 0) * flag
+        k = jax.lax.bitcast_convert_type(
+            jax.lax.bitcast_convert_type(k, jnp.uint8) + zero.astype(jnp.uint8), k.dtype
+        )
+        return kernel(q, k, table + zero, lengths + zero, jnp.zeros_like(plane), jnp.int32(0))
+
+    before = np.zeros((4, 4, 72), np.float32)
+    plane = oracle.decode_plane(queries, keys, table, lengths.tolist(), 72, shard, 1)
+    arrays = (inputs.fp8(queries), inputs.fp8(keys), jnp.asarray(table), jnp.asarray(lengths))
+    for _ in range(20):
+        actual = np.asarray(chain(jnp.int32(0), *arrays, jnp.asarray(before)))
+        oracle.check_scores(actual, before, plane, eps=0.0)

@@ -1,0 +1,181 @@
+"""The decode kernel's logic (stock ops, in the interpreter, with race detection)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import inputs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import race_free
+
+from msa_icp_jax.ops._mosaic import mma, work_balance
+from msa_icp_jax.ops._mosaic.launch import Target, ctas_per_sm
+from msa_icp_jax.ops._mosaic.work_balance import Batch, Grid
+from msa_icp_jax.ops.decode_score import mosaic
+
+_UNTOUCHED = 7.5
+_EXACT = 2**-17
+_PAGES = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A decode batch, small enough for the interpreter."""
+
+    lengths: tuple[int, ...]
+    world_size: int
+    page_size: int
+    query_len: int
+    rank: int
+    columns: int
+    width: int
+    ctas: int
+    pitch: int | None = None  # rows of a compound page
+    row_offset: int = 0
+
+    @property
+    def shard(self) -> oracle.Shard:
+        return oracle.Shard(self.rank, self.world_size, self.page_size, self.row_offset)
+
+    def keys(self, rng: np.random.Generator) -> np.ndarray:
+        keys = inputs.integer_keys(rng, _PAGES, self.shard.rows)
+        return keys if self.pitch is None else self.compound(keys)
+
+    def compound(self, keys: np.ndarray) -> np.ndarray:
+        return oracle.compound_cache(keys, self.pitch, self.row_offset)
+
+    def arrays(self, seed: int = 0) -> tuple[np.ndarray, ...]:
+        """Queries, keys, table and score buffer; pages repeat, a fifth of the ids are bad."""
+        rng = np.random.default_rng(seed)
+        tokens = len(self.lengths) * self.query_len
+        queries = inputs.integer_queries(rng, tokens)
+        table = inputs.block_table(
+            rng, self.lengths, self.page_size, self.width, _PAGES, bad_share=0.2
+        )
+        before = np.full((tokens + 3, 4, self.columns), _UNTOUCHED, np.float32)
+        return queries, self.keys(rng), table, before
+
+    def plane(self, queries: np.ndarray, keys: np.ndarray, table: np.ndarray) -> oracle.ScorePlane:
+        return oracle.decode_plane(
+            queries, keys, table, self.lengths, self.columns, self.shard, self.query_len
+        )
+
+    def run(
+        self, queries: np.ndarray, keys: np.ndarray, table: np.ndarray, before: np.ndarray
+    ) -> np.ndarray:
+        kernel = functools.partial(
+            mosaic.decode_scores,
+            world_size=self.world_size,
+            page_size=self.page_size,
+            decode_query_len=self.query_len,
+            row_offset=self.row_offset,
+            precision="exact",
+            enable_pdl=True,
+            target=race_free.interpreter(self.ctas),
+        )
+
+        def call(rank: jax.Array, *arrays: Any) -> jax.Array:
+            return kernel(*arrays, rank=rank)
+
+        lengths = jnp.asarray(self.lengths, jnp.int32)
+        arrays = (inputs.fp8(queries), inputs.fp8(keys), jnp.asarray(table), lengths)
+        return race_free.run(call, jnp.int32(self.rank), *arrays, jnp.asarray(before))
+
+
+RAGGED = Case((700, 0, 130, 2000, -7, 1), 4, 128, 1, rank=1, columns=24, width=20, ctas=3)
+
+CASES = {
+    "ragged, empty and negative lengths": RAGGED,
+    "one CTA for all requests": dataclasses.replace(RAGGED, ctas=1),
+    "more CTAs than steps": dataclasses.replace(RAGGED, ctas=16),
+    "no request has a key": Case((0, -5), 4, 128, 2, rank=0, columns=8, width=4, ctas=2),
+    "late CTAs": Case((2500, 3000), 2, 128, 1, rank=0, columns=32, width=24, ctas=2),
+    "several segments": Case((17000, 300), 4, 128, 1, rank=3, columns=136, width=133, ctas=1),
+    "query tokens before position 0": Case((2, 5, 700), 4, 128, 8, 2, 8, 6, ctas=2),
+    "table narrower than the pages": Case((1500, 1500), 4, 128, 4, 0, 12, 7, ctas=2),
+    "columns fewer than the pages": Case((1500, 1500), 2, 128, 3, 1, 8, 12, ctas=2),
+    "compound pages": Case((700, 130), 2, 256, 2, 1, 4, 3, ctas=2, pitch=144, row_offset=8),
+    "half blocks": Case((700, 1027), 4, 256, 5, rank=3, columns=8, width=5, ctas=2),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_integers_are_bit_exact(case):
+    queries, keys, table, before = case.arrays()
+    actual = case.run(queries, keys, table, before)
+    oracle.check_scores(actual, before, case.plane(queries, keys, table), eps=0.0)
+
+
+@pytest.mark.parametrize("make", [inputs.normal_bytes, inputs.two_scale_bytes])
+def test_sums_are_float32(make):
+    rng = np.random.default_rng(3)
+    _, _, table, before = RAGGED.arrays()
+    queries = make(rng, (len(RAGGED.lengths), 4, 128))
+    keys = make(rng, (_PAGES, 32, 128))
+    actual = RAGGED.run(queries, keys, table, before)
+    oracle.check_scores(actual, before, RAGGED.plane(queries, keys, table), _EXACT)
+
+
+def test_unwritten_rows_do_not_matter():
+    """Bytes past the end of a request, and pages of nobody, may be anything."""
+    case = Case((300, 129), 4, 128, 2, rank=0, columns=4, width=3, ctas=2)
+    queries, keys, _, before = case.arrays()
+    table = np.array([[4, 9, 11], [7, 2, -1]], np.int32)
+    plane = case.plane(queries, keys, table)
+    keys = keys.copy()
+    keys[11, 300 - 256 :] = 0x7F
+    keys[2, 1:] = 0xFF
+    keys[[0, 1, 3, 5]] = 0x7E
+    oracle.check_scores(case.run(queries, keys, table, before), before, plane, eps=0.0)
+
+
+@pytest.mark.parametrize("late", [0, 5])
+@pytest.mark.parametrize("total", [0, 1, 7, 8, 9, 100, 524288])
+def test_parts_cover_everything_once(total, late):
+    grid = Grid(resident=7, late=late)
+    parts = [_part(total, cta, grid) for cta in range(grid.ctas)]
+    at = 0
+    for start, steps in parts:
+        assert steps >= 0
+        if steps:
+            assert start == at
+            at += steps
+    assert at == total
+    sizes = [steps for _, steps in parts[: grid.resident]]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def _part(total: int, cta: int, grid: Grid) -> tuple[int, int]:
+    start, steps = work_balance._part_stock(jnp.int32(total), jnp.int32(cta), grid)
+    return int(start), int(steps)
+
+
+@pytest.mark.parametrize("page_size", [128, 256])
+def test_pages_of_any_length(page_size):
+    batch = Batch(requests=1, page_size=page_size, columns=8192)
+    lengths = np.array([-(2**31), -1, 0, 1, page_size, page_size + 1, 2**31 - 1], np.int32)
+    want = np.clip(-(-lengths.astype(np.int64) // page_size), 0, 8192)
+    np.testing.assert_array_equal(batch.pages(jnp.asarray(lengths)), want)
+
+
+def test_grid_fills_the_gpu():
+    """Exactly the CTAs that fit: one more and some SMs would get two, others none."""
+    scorer = mma.Scorer(_ring(rows=32), tokens=1, world_size=4)
+    assert mosaic._resident(scorer) == 5
+    assert mosaic._grid(scorer, Target(sms=132)) == Grid(660, 660)
+    few = dataclasses.replace(scorer, ring=_ring(rows=32, requests=1, columns=4096))
+    assert mosaic._grid(few, Target(sms=132)) == Grid(660, 0)
+    least = dataclasses.replace(scorer, ring=_ring(rows=32, requests=2, columns=8))
+    assert mosaic._grid(least, Target(sms=132)) == Grid(4, 0)
+    assert ctas_per_sm(300_000) == 1
+
+
+def _ring(rows: int, requests: int = 32, columns: int = 1024) -> mma.PageRing:
+    batch = Batch(requests, page_size=128, columns=columns)
+    return mma.PageRing(batch, 1024, 1000, rows, 0, rows, stages=2, interpret=False)
