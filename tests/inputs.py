@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ Array = npt.NDArray[Any]
 
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 
+_COMPILED = "/jax/core/compile/backend_compile_duration"
 _REAL = pathlib.Path(__file__).parent / "data/real_activations.npz"
 
 
@@ -92,3 +94,20 @@ class Activations(NamedTuple):
 def real_activations() -> Activations:
     with np.load(_REAL) as data:
         return Activations(data["index_q"], data["index_k"])
+
+
+@contextlib.contextmanager
+def nothing_compiles() -> Iterator[None]:
+    """Fails when something is compiled inside: the executables before it serve these calls too."""
+    compiled = []
+
+    def listen(event: str, _: float, **details: Any) -> None:
+        if event == _COMPILED:
+            compiled.append(details)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
