@@ -135,6 +135,50 @@ def test_unwritten_rows_do_not_matter():
     oracle.check_scores(case.run(queries, keys, table, before), before, plane, eps=0.0)
 
 
+@pytest.mark.parametrize("tagged", [False, True])
+@pytest.mark.parametrize("case", ["ragged, empty and negative lengths", "half blocks"])
+def test_rows_without_a_plane(case, tagged):
+    """Counts need not fit the lengths: blocks past a request's keys are -inf candidates."""
+    case = CASES[case]
+    queries, keys, table, _ = case.arrays()
+    tokens = len(queries)
+    rng = np.random.default_rng(2)
+    counts = oracle.decode_num_valid_pages(case.lengths, case.query_len).astype(np.int32)
+    counts[::2] += rng.integers(0, 30, counts[::2].shape, np.int32)
+    tags = rng.integers(-9, 9, (4, tokens)).astype(np.int32) if tagged else None
+    shard, columns = case.shard, 8192 // (case.page_size // 128)
+    kernel = functools.partial(
+        mosaic.decode_rows,
+        world_size=case.world_size,
+        page_size=case.page_size,
+        decode_query_len=case.query_len,
+        row_offset=case.row_offset,
+        force_begin_blocks=1,
+        force_end_blocks=2,
+        precision="exact",
+        enable_pdl=True,
+        target=race_free.interpreter(case.ctas),
+    )
+
+    def call(rank: jax.Array, tags: Any, *arrays: Any) -> jax.Array:
+        return kernel(*arrays, tags, rank=rank)
+
+    lengths = jnp.asarray(case.lengths, jnp.int32)
+    arrays = (inputs.fp8(queries), inputs.fp8(keys), jnp.asarray(table), lengths)
+    actual = race_free.run(call, jnp.int32(case.rank), tags, *arrays, jnp.asarray(counts))
+
+    plane = oracle.decode_plane(
+        queries, keys, table, case.lengths, columns, shard, case.query_len
+    ).scores.astype(np.float32)
+    scale, offset = shard.index_scale, shard.index_offset
+    want = oracle.select(plane, counts, 1, 2, index_scale=scale, index_offset=offset)
+    if tagged:
+        np.testing.assert_array_equal(actual[..., 0], want[..., :32])
+        assert (actual[..., 1] == tags[..., None]).all()
+    else:
+        np.testing.assert_array_equal(actual, want)
+
+
 @pytest.mark.parametrize("late", [0, 5])
 @pytest.mark.parametrize("total", [0, 1, 7, 8, 9, 100, 524288])
 def test_parts_cover_everything_once(total, late):

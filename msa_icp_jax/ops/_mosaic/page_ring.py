@@ -150,7 +150,7 @@ def _read_ids_stock(table: Any, share: Share, ring: PageRing) -> jax.Array:
 
 def _read_ids_inline(table: Any, share: Share, ring: PageRing) -> jax.Array:
     batch = ring.batch
-    result = plgpu.ShapeDtypeStruct((SEGMENT_PAGES,), jnp.int32, _PER_THREAD)
+    result = plgpu.ShapeDtypeStruct((SEGMENT_PAGES,), np.dtype(np.int32), _PER_THREAD)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[_SCALAR] * 4), return_type=result)
     def read(_: Any, table: Any, *share: Any) -> Any:

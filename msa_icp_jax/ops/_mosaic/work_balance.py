@@ -15,6 +15,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -129,7 +130,7 @@ def _part_stock(total: Any, cta: Any, grid: Grid) -> tuple[Any, Any]:
 
 
 def _find_share_inline(lengths: Any, batch: Batch, grid: Grid) -> Share:
-    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, _SCALAR)
+    scalar = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), _SCALAR)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), _SCALAR), return_type=(scalar, scalar, scalar, scalar)

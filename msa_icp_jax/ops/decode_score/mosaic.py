@@ -23,13 +23,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from msa_icp_jax.geometry import NUM_HEADS, cdiv, round_up, rows_per_page
+from msa_icp_jax.geometry import (
+    MAX_BLOCKS,
+    NUM_HEADS,
+    cdiv,
+    column_offset,
+    column_scale,
+    round_up,
+    rows_per_page,
+)
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Words, when, where
 from msa_icp_jax.ops._mosaic.launch import CTA, Target, ctas_per_sm, launch
 from msa_icp_jax.ops._mosaic.mma import Scorer, Step
 from msa_icp_jax.ops._mosaic.page_ring import SEGMENT_PAGES, SEGMENT_STEPS, PageRing
 from msa_icp_jax.ops._mosaic.work_balance import STEP_PAGES, WARP, Batch, Grid, Share, find_share
+from msa_icp_jax.ops.select.mosaic import select_rows
 
 _STAGES = {32: 2, 64: 2, 128: 1}  # slots of a warp, by key rows of a page
 _LATE_FROM = 6  # steps a CTA: from here on late CTAs gain more than they cost
@@ -95,6 +104,61 @@ def decode_scores(
         scores,
     )
     return jax.freeze(scores)
+
+
+def decode_rows(
+    index_q: jax.Array,
+    index_k: jax.Array,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    num_valid_pages: jax.Array,
+    generations: jax.Array | None,
+    *,
+    rank: Any,
+    world_size: int,
+    page_size: int,
+    decode_query_len: int,
+    row_offset: int,
+    force_begin_blocks: int,
+    force_end_blocks: int,
+    precision: str,
+    enable_pdl: bool,
+    target: Target,
+) -> jax.Array:
+    """Candidate rows [4, T, 33], or tagged ones, without a score plane of the caller's.
+
+    The scorer and the select run one after the other on a temporary plane of all columns a
+    candidate can have, 128 KiB a token with 128-token pages and half of that with 256.
+    """
+    columns = MAX_BLOCKS // column_scale(page_size)
+    empty = jnp.full((index_q.shape[0], NUM_HEADS, columns), -jnp.inf, jnp.float32)
+    scores = decode_scores(
+        index_q,
+        index_k,
+        block_table,
+        seq_lens,
+        empty,
+        rank=rank,
+        world_size=world_size,
+        page_size=page_size,
+        decode_query_len=decode_query_len,
+        row_offset=row_offset,
+        precision=precision,
+        enable_pdl=enable_pdl,
+        target=target,
+    )
+    return select_rows(
+        scores,
+        num_valid_pages,
+        None,
+        generations,
+        index_scale=column_scale(page_size),
+        index_offset=column_offset(rank, world_size, page_size),
+        force_begin_blocks=force_begin_blocks,
+        force_end_blocks=force_end_blocks,
+        enable_pdl=enable_pdl,
+        target=target,
+    )
 
 
 def _grid(scorer: Scorer, target: Target) -> Grid:
