@@ -15,12 +15,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from msa_icp_jax.geometry import NUM_HEADS
+from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, maximum, when, where
 
@@ -28,6 +31,11 @@ ROWS = 128  # query rows of a warpgroup: 32 tokens x 4 heads
 KEYS = 128  # keys of a step
 _SCALAR = plgpu.Layout.WG_SPLAT
 _LOWEST = float("-inf")
+_HALF = ROWS // 2  # query rows that are multiplied at once
+_FRAGMENT = _HALF * KEYS // 128  # products of a thread
+_PRODUCTS = plgpu.Layout.WG_STRIDED((_HALF * KEYS,), 1)
+_PRODUCTS_TYPE = plgpu.ShapeDtypeStruct((_HALF * KEYS,), jnp.float32, _PRODUCTS)
+_TILED = (plgpu.TilingTransform((8, HEAD_DIM)), plgpu.SwizzleTransform(HEAD_DIM))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +81,160 @@ class Causal(NamedTuple):
     first_key: Any  # position of the step's key 0
 
 
+# ---- products: 64 query rows x 128 keys, multiplied while the warpgroup does something else ----
+
+
+def start_products(queries: Any, keys: Any, interpret: bool) -> jax.Array:
+    """Starts multiplying; the result may be read after `settle_products`.
+
+    Not `plgpu.wgmma`: that one adds to registers that must be set to zero first, and the compiler
+    lets no instruction touch registers of that kind while other products are in flight.
+
+    Args:
+      queries: ref, float8_e4m3fn [64, 128], shared memory.
+      keys: ref, float8_e4m3fn [128, 128], shared memory.
+      interpret: take the stock ops, which multiply at once.
+    """
+    if interpret:
+
+        def multiply(acc: Any) -> jax.Array:
+            plgpu.wgmma(acc, queries, keys.T)
+            return acc[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC((_HALF, KEYS), jnp.float32)).reshape(-1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(_TILED), plgpu.RefType(_TILED)),
+        return_type=_PRODUCTS_TYPE,
+    )
+    def start(_: Any, queries: Any, keys: Any) -> Any:
+        anything = [Lane(llvm.mlir_undef(lanes.f32()))] * _FRAGMENT
+        out = ", ".join(f"${i}" for i in range(_FRAGMENT))
+        a, b = f"${2 * _FRAGMENT}", f"${2 * _FRAGMENT + 1}"
+        text = ["{ .reg .pred adds; .reg .b64 a, b;", "wgmma.fence.sync.aligned;"]
+        for step in range(HEAD_DIM // 32):
+            text += [
+                f"setp.ne.b32 adds, {min(step, 1)}, 0;",
+                f"add.s64 a, {a}, {2 * step};",  # 32 bytes further on
+                f"add.s64 b, {b}, {2 * step};",
+                "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
+                f"{{{out}}}, a, b, adds, 1, 1;",
+            ]
+        text += ["wgmma.commit_group.sync.aligned; }"]
+        operands = [_matrix(queries), _matrix(keys)]
+        return as_array(_in_place("\n".join(text), anything, operands), _PRODUCTS)
+
+    return start(queries, keys)
+
+
+def settle_products(products: jax.Array, in_flight: int, interpret: bool) -> jax.Array:
+    """Waits until only the last `in_flight` multiplications may be going on."""
+    if interpret:
+        return products
+
+    @plgpu.inline_mgpu(arg_types=(_PRODUCTS,), return_type=_PRODUCTS_TYPE)
+    def settle(_: Any, products: Any) -> Any:
+        text = f"wgmma.wait_group.sync.aligned {in_flight};"
+        return as_array(_in_place(text, of_array(products), []), _PRODUCTS)
+
+    return settle(products)
+
+
+def _matrix(tile: Any) -> Lane:
+    """The descriptor of a K-major fp8 tile [rows, 128] with the 128-byte swizzle."""
+    address = Lane(llvm.ptrtoint(lanes.i64(), mgpu.utils.memref_ptr(tile)))
+    eight_rows = 8 * HEAD_DIM >> 4
+    return ((address & 0x3FFFF) >> 4) | ((1 << 62) | (eight_rows << 32))
+
+
+def _in_place(text: str, registers: list[Lane], operands: list[Lane]) -> list[Lane]:
+    """Inline PTX that changes float registers $0, .. in place; the operands follow their inputs."""
+    count = len(registers)
+    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["l"] * len(operands)
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([lanes.f32()] * count),
+        [x.value for x in (*registers, *operands)],
+        text,
+        ",".join(constraints),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    return [Lane(llvm.extractvalue(lanes.f32(), result, [i])) for i in range(count)]
+
+
+# ---- maxima ----
+
+# The maxima of a step's upper and lower 64 query rows, as `lane_maxima` leaves them.
+type LaneMaxima = tuple[jax.Array, jax.Array]
+
+
+def maxima_layout(pages: StepPages) -> Any:
+    """How `lane_maxima` lies in registers: element 2 pages a lane, (i, page) from (0, 0) on."""
+    return plgpu.Layout.WG_STRIDED((2 * pages.count * ROWS,), 1)
+
+
+def lane_maxima(
+    products: jax.Array, m: int, causal: Causal | None, pages: StepPages, interpret: bool
+) -> jax.Array:
+    """Each lane's maxima over its own columns of every page.
+
+    Args:
+      products: the settled products of query rows 64 m onwards and the step's keys.
+      m: 0 or 1.
+      causal: None where all rows see all keys.
+      pages: the pages of the step.
+      interpret: take the stock ops; they return all columns' maxima [64, pages].
+    """
+    if interpret:
+        return _page_maxima_stock(products, m, causal, pages)
+    layout = maxima_layout(pages)
+    count = 2 * pages.count
+    scalars = causal or ()
+
+    @plgpu.inline_mgpu(
+        arg_types=(_PRODUCTS, *[_SCALAR] * len(scalars)),
+        return_type=plgpu.ShapeDtypeStruct((count * ROWS,), jnp.float32, layout),
+    )
+    def reduce(_: Any, products: Any, *scalars: Any) -> Any:
+        place = Place()
+        limits = (
+            _causal_limits(place, m, *(lanes.scalar(s) for s in scalars), pages)
+            if scalars
+            else None
+        )
+        # Four elements of every 8 columns: two of row 0, two of row 8 below it.
+        tiles = np.array(of_array(products), dtype=object)
+        tiles = tiles.reshape(pages.count, pages.rows // 8, 2, 2)
+        best = [
+            _page_maximum(tiles[g, :, i], limits and limits[i][g])
+            for i in range(2)
+            for g in range(pages.count)
+        ]
+        return as_array(best, layout)
+
+    return reduce(products, *scalars)
+
+
+def _page_maxima_stock(
+    products: jax.Array, m: int, causal: Causal | None, pages: StepPages
+) -> jax.Array:
+    products = products.reshape(ROWS // 2, pages.count, pages.rows)
+    if causal is not None:
+        page, key = jnp.arange(pages.count), jnp.arange(pages.rows)
+        at = causal.first_key + page[:, None] * pages.size + key
+        seen = _seen_stock(causal)[m * ROWS // 2 :][: ROWS // 2]
+        products = jnp.where(at < seen[:, None, None], products, -jnp.inf)
+    return jnp.where(jnp.isnan(products), -jnp.inf, products).max(axis=2)
+
+
+def _seen_stock(causal: Causal) -> jax.Array:
+    """Keys that each row sees."""
+    token = jnp.arange(ROWS) // NUM_HEADS
+    return jnp.clip(causal.position + token + 1, 0, causal.keys)
+
+
 def store_maxima(
-    products: jax.Array,
+    maxima: LaneMaxima,
     scores: Any,
     rows: tuple[Any, Any, Any],
     column: Any,
@@ -85,7 +245,7 @@ def store_maxima(
     """Writes the page maxima of one step's products to the score plane.
 
     Args:
-      products: float32 [128, 128], query rows x keys.
+      maxima: see `lane_maxima`.
       scores: ref of the plane, float32 [tokens, 4, columns].
       rows: (first, begin, end): row 0 is plane row `first` (4 token + head); rows in [begin, end)
         are written.
@@ -95,30 +255,14 @@ def store_maxima(
       interpret: take the stock ops.
     """
     write = _store_maxima_stock if interpret else _store_maxima_inline
-    write(products, scores, rows, column, causal, plane)
-
-
-def page_maxima_stock(products: jax.Array, causal: Causal | None, pages: StepPages) -> jax.Array:
-    """Maxima [128, pages] of products [128, 128] over each page; -inf where nothing is visible."""
-    products = products.reshape(ROWS, pages.count, pages.rows)
-    if causal is not None:
-        page, key = jnp.arange(pages.count), jnp.arange(pages.rows)
-        at = causal.first_key + page[:, None] * pages.size + key
-        products = jnp.where(at < _seen_stock(causal)[:, None, None], products, -jnp.inf)
-    return jnp.where(jnp.isnan(products), -jnp.inf, products).max(axis=2)
-
-
-def _seen_stock(causal: Causal) -> jax.Array:
-    """Keys that each row sees."""
-    token = jnp.arange(ROWS) // NUM_HEADS
-    return jnp.clip(causal.position + token + 1, 0, causal.keys)
+    write(maxima, scores, rows, column, causal, plane)
 
 
 def _store_maxima_stock(
-    products: jax.Array, scores: Any, rows: Any, column: Any, causal: Causal | None, plane: Plane
+    maxima: LaneMaxima, scores: Any, rows: Any, column: Any, causal: Causal | None, plane: Plane
 ) -> None:
     pages = plane.pages
-    best = page_maxima_stock(products, causal, pages)
+    best = jnp.concatenate(maxima)
     best = jnp.where(best > -jnp.inf, best * plane.sm_scale, -jnp.inf)
     best = jnp.where(best == 0, 0.0, best)
     at = column + jnp.arange(pages.count)
@@ -140,17 +284,17 @@ def _store_maxima_stock(
 
 
 def _store_maxima_inline(
-    products: jax.Array, scores: Any, rows: Any, column: Any, causal: Causal | None, plane: Plane
+    maxima: LaneMaxima, scores: Any, rows: Any, column: Any, causal: Causal | None, plane: Plane
 ) -> None:
     pages = plane.pages
+    layout = maxima_layout(pages)
     scalars = (*rows, column, *(causal or ()))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), *[_SCALAR] * len(scalars)))
-    def store(_: Any, products: Any, scores: Any, *scalars: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType(), *[_SCALAR] * len(scalars)))
+    def store(_: Any, upper: Any, lower: Any, scores: Any, *scalars: Any) -> None:
         first, begin, end, column, *causal = (lanes.scalar(s) for s in scalars)
         place = Place()
-        best = row_maxima(place, products, causal, pages)
-        best = [_finish(x, plane.sm_scale) for x in best]
+        best = [_finish(x, plane.sm_scale) for x in row_maxima(place, upper, lower, pages)]
 
         row = place.row()
         live = (row >= begin) & (row < end)
@@ -168,7 +312,7 @@ def _store_maxima_inline(
             with when(written):
                 (target + g).store(value)
 
-    store(products, scores, *scalars)
+    store(*maxima, scores, *scalars)
 
 
 def fill_hidden(scores: Any, token: Any, column: Any, plane: Plane, interpret: bool) -> None:
@@ -214,40 +358,46 @@ class Place:
         return self.first_row + (self.quad >> 1) * 64 + (self.quad & 1) * 8
 
 
-def row_maxima(place: Place, products: Any, causal: Sequence[Lane], pages: StepPages) -> list[Lane]:
-    """The page maxima of this lane's row; NaN where all of a page's products are NaN.
+def row_maxima(place: Place, upper: Any, lower: Any, pages: StepPages) -> list[Lane]:
+    """The page maxima of this lane's row, of both halves' `lane_maxima`.
 
-    `causal` is empty (all keys visible) or the three scalars of `Causal`.
+    NaN where all of a page's products are NaN.
     """
-    limits = _causal_limits(place, *causal, pages) if causal else None
-    tiles = products.registers.reshape(ROWS // 64, pages.count, pages.rows // 8, 2)
-    best = [
-        [
-            _page_maximum(tiles[q // 2, g, :, q % 2], limits and limits[q][g])
-            for g in range(pages.count)
-        ]
-        for q in range(4)
-    ]
+    best = [of_array(x)[i * pages.count :][: pages.count] for x in (upper, lower) for i in range(2)]
     return _row_per_lane(place, best)
 
 
 def _causal_limits(
-    place: Place, position: Lane, keys: Lane, first_key: Lane, pages: StepPages
+    place: Place, m: int, position: Lane, keys: Lane, first_key: Lane, pages: StepPages
 ) -> list[list[Lane]]:
-    """Per (m, i) and page: this lane's column 8 n + e of a page is visible below the limit."""
+    """Per i and page: this lane's column 8 n + e of a page is visible below the limit."""
     limits = []
-    for step in (0, 8, 64, 72):
-        token = (place.first_row + step) >> 2
+    for i in range(2):
+        token = (place.first_row + (64 * m + 8 * i)) >> 2
         room = _seen(position + token, keys) - first_key - place.quad * 2
         limits.append([room - g * pages.size for g in range(pages.count)])
     return limits
 
 
+def as_array(elements: Sequence[Lane], layout: Any) -> Any:
+    """An array with len(elements) elements a thread, of layout WG_STRIDED(.., 1)."""
+    vector_type = ir.VectorType.get((1,), elements[0].type)
+    registers = np.empty((len(elements),), dtype=object)
+    for i, x in enumerate(elements):
+        registers[i] = llvm.insertelement(llvm.mlir_undef(vector_type), x.value, int32(0).value)
+    signed = None if isinstance(elements[0].type, ir.FloatType) else True
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=signed)
+
+
+def of_array(array: Any) -> list[Lane]:
+    """This thread's elements of such an array."""
+    return [Lane(llvm.extractelement(x, int32(0).value)) for x in array.registers.flat]
+
+
 def _page_maximum(pairs: Any, limit: Lane | None) -> Lane:
     values = []
     for n, pair in enumerate(pairs):
-        for e in range(2):
-            value = Lane(llvm.extractelement(pair, int32(e).value))
+        for e, value in enumerate(pair):
             if limit is not None:
                 value = where(limit > 8 * n + e, value, _LOWEST)
             values.append(value)

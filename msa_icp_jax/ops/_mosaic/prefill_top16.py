@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -48,10 +47,12 @@ from msa_icp_jax.ops._mosaic.lanes import (
 )
 from msa_icp_jax.ops._mosaic.prefill_pieces import (
     ROWS,
-    Causal,
+    LaneMaxima,
     Place,
     StepPages,
-    page_maxima_stock,
+    as_array,
+    maxima_layout,
+    of_array,
     row_maxima,
 )
 from msa_icp_jax.ops.prefill_plan import balance
@@ -151,7 +152,7 @@ def row_bounds(
         row = Place().row()
         count = (Words.of(counts) + minimum(token + (row >> 2), facts.tokens - 1)).load()
         count = where((row >= begin) & (row < end), count, 0)
-        return tuple(_array([x], _PER_ROW) for x in _bounds(count, offset, facts))
+        return tuple(as_array([x], _PER_ROW) for x in _bounds(count, offset, facts))
 
     return Bounds(*bounds(counts, offset, token, begin, end))
 
@@ -170,46 +171,45 @@ def nothing_yet(facts: Selection) -> Best:
 
 
 def push(
-    products: jax.Array,
+    maxima: LaneMaxima,
     best: Best,
     bounds: Bounds,
     logs: Any,
     forced: Any,
     row: Any,
     column: Any,
-    causal: Causal | None,
     facts: Selection,
 ) -> Best:
     """Takes in the page maxima of one step.
 
     Args:
-      products: float32 [128, 128], query rows x keys.
+      maxima: of the step's products, see `prefill_pieces.lane_maxima`.
       best, bounds: see there.
       logs: ref of this warpgroup's logs in shared memory.
       forced: ref, float32 [16, padded_rows], of the forced columns' scores: column c < front of a
         row at place c, column c >= back at place front + c - back.
       row: query row (4 token + head) of row 0.
       column: first column of the step.
-      causal: None where all rows see all keys.
       facts: see `Selection`.
     """
     if facts.interpret:
-        return _push_stock(products, best, bounds, logs, forced, row, column, causal, facts)
-    scalars = (row, column, *(causal or ()))
+        return _push_stock(maxima, best, bounds, logs, forced, row, column, facts)
+    per_lane = maxima_layout(facts.pages)
 
     @plgpu.inline_mgpu(
         arg_types=(
-            plgpu.Layout.WGMMA,
+            *(per_lane, per_lane),
             *(_PER_LIST, _PER_ROW, _PER_ROW),
             *(_PER_ROW, _PER_ROW, _PER_ROW),
             *(plgpu.RefType(), plgpu.RefType()),
-            *[_SCALAR] * len(scalars),
+            *(_SCALAR, _SCALAR),
         ),
         return_type=_best_types(),
     )
     def take(
         _: Any,
-        products: Any,
+        upper: Any,
+        lower: Any,
         scores: Any,
         kept: Any,
         count: Any,
@@ -218,14 +218,15 @@ def push(
         stop: Any,
         logs: Any,
         forced: Any,
-        *scalars: Any,
+        row: Any,
+        column: Any,
     ) -> Any:
-        row, column, *causal = (lanes.scalar(x) for x in scalars)
+        row, column = lanes.scalar(row), lanes.scalar(column)
         place = Place()
-        new = row_maxima(place, products, causal, facts.pages)
+        new = row_maxima(place, upper, lower, facts.pages)
         new = [maximum(x, _HIDDEN) for x in new]
-        log = _Log(logs, place, _elements(scores), _elements(kept)[0], _elements(count)[0])
-        limits = Bounds(*(_elements(x)[0] for x in (front, back, stop)))
+        log = _Log(logs, place, of_array(scores), of_array(kept)[0], of_array(count)[0])
+        limits = Bounds(*(of_array(x)[0] for x in (front, back, stop)))
         for g, score in enumerate(new):
             at = column + g
             log.append(score, at, (score > log.bar) & (at >= limits.front) & (at < limits.back))
@@ -235,7 +236,7 @@ def push(
         *scores, kept, count = lanes.choose(_any_of_team(crowded), types, log.cut, log.state)
         return _best_arrays(scores, kept, count)
 
-    return Best(*take(products, *best, *bounds, logs, forced, *scalars))
+    return Best(*take(*maxima, *best, *bounds, logs, forced, row, column))
 
 
 def publish(best: Best, logs: Any, target: Any, facts: Selection) -> None:
@@ -249,7 +250,7 @@ def publish(best: Best, logs: Any, target: Any, facts: Selection) -> None:
     @plgpu.inline_mgpu(arg_types=(_PER_LIST, _PER_ROW, _PER_ROW, plgpu.RefType(), plgpu.RefType()))
     def write(_: Any, scores: Any, kept: Any, count: Any, logs: Any, target: Any) -> None:
         place = Place()
-        log = _Log(logs, place, _elements(scores), _elements(kept)[0], _elements(count)[0])
+        log = _Log(logs, place, of_array(scores), of_array(kept)[0], of_array(count)[0])
         *_, kept, _ = log.cut()
         at = Words.of(target) + place.thread * 2
         for i in range(TOPK):
@@ -355,18 +356,17 @@ def _keep_best(scores: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def _push_stock(
-    products: jax.Array,
+    maxima: LaneMaxima,
     best: Best,
     bounds: Bounds,
     logs: Any,
     forced: Any,
     row: Any,
     column: Any,
-    causal: Causal | None,
     facts: Selection,
 ) -> Best:
     """Cuts at every step; the log's first places are all the state there is."""
-    new = jnp.maximum(page_maxima_stock(products, causal, facts.pages), _HIDDEN).T
+    new = jnp.maximum(jnp.concatenate(maxima), _HIDDEN).T
     at = jnp.broadcast_to(column + jnp.arange(facts.pages.count)[:, None], new.shape)
     inside = (at >= bounds.front) & (at < bounds.back)
     place = jnp.arange(TOPK)[:, None]
@@ -497,9 +497,9 @@ class _Log:
 
     def cut(self) -> list[Lane]:
         """The state with the best 16 entries left; all lanes of a warp come here together."""
-        scores = _best_of_two(self.scores, self._new_scores())
+        scores, best_lost = _best_of_two(self.scores, self._new_scores())
         bar = scores[-1]
-        ties = scores[-2].eq(bar) & (bar > _EMPTY)
+        ties = best_lost.eq(bar) & (bar > _EMPTY)  # more than 16 entries reach the bar
 
         def keep_all() -> list[Lane]:
             return [self._compact(lambda score: score >= bar)]
@@ -553,20 +553,23 @@ def _count_equal(scores: list[Lane], bar: Lane) -> Lane:
     return count
 
 
-def _best_of_two(old: list[Lane], new: list[Lane]) -> list[Lane]:
-    """The 16 best of 16 descending and 16 unsorted scores, descending."""
+def _best_of_two(old: list[Lane], new: list[Lane]) -> tuple[list[Lane], Lane]:
+    """The 16 best of 16 descending and 16 unsorted scores, descending, and the best of the rest."""
     new = list(new)
     for a, b in _sorting_network(TOPK):
         new[a], new[b] = maximum(new[a], new[b]), _lower(new[a], new[b])
-    both = [maximum(a, b) for a, b in zip(old, reversed(new), strict=True)]
+    pairs = list(zip(old, reversed(new), strict=True))
+    both = [maximum(a, b) for a, b in pairs]
+    lost = [_lower(a, b) for a, b in pairs]
     step = TOPK // 2
     while step:
         for i in range(TOPK):
             if not i & step:
                 a, b = both[i], both[i + step]
                 both[i], both[i + step] = maximum(a, b), _lower(a, b)
+        lost = [maximum(a, b) for a, b in zip(lost[:step], lost[step:], strict=True)]
         step //= 2
-    return both
+    return both, lost[0]
 
 
 def _lower(a: Lane, b: Lane) -> Lane:
@@ -748,19 +751,4 @@ def _best_types() -> Any:
 
 
 def _best_arrays(scores: Any, kept: Lane, count: Lane) -> Any:
-    return _array(scores, _PER_LIST), _array([kept], _PER_ROW), _array([count], _PER_ROW)
-
-
-def _array(elements: Any, layout: Any) -> Any:
-    """An array with len(elements) elements a thread."""
-    vector_type = ir.VectorType.get((1,), elements[0].type)
-    registers = np.empty((len(elements),), dtype=object)
-    for i, x in enumerate(elements):
-        registers[i] = llvm.insertelement(llvm.mlir_undef(vector_type), x.value, int32(0).value)
-    signed = None if isinstance(elements[0].type, ir.FloatType) else True
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=signed)
-
-
-def _elements(array: Any) -> list[Lane]:
-    """This thread's elements of an array."""
-    return [Lane(llvm.extractelement(x, int32(0).value)) for x in array.registers.flat]
+    return as_array(scores, _PER_LIST), as_array([kept], _PER_ROW), as_array([count], _PER_ROW)

@@ -44,9 +44,13 @@ from msa_icp_jax.ops._mosaic.prefill_pieces import (
     KEYS,
     ROWS,
     Causal,
+    LaneMaxima,
     Plane,
     StepPages,
     fill_hidden,
+    lane_maxima,
+    settle_products,
+    start_products,
     store_maxima,
 )
 from msa_icp_jax.ops._mosaic.prefill_top16 import LIST_SHAPE, LOG_SHAPE, Joined, Selection
@@ -59,7 +63,7 @@ _STAGES_BESIDE_LOGS = 6
 _CONSUMERS = 2
 _TILE_ROWS = TILE_TOKENS * NUM_HEADS
 _CONSUMER_TOKENS = TILE_TOKENS // _CONSUMERS
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 40
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
 
 
 def prefill_scores(
@@ -337,7 +341,7 @@ def _kernel(
     @pl.when(warpgroup < _CONSUMERS)
     def _() -> None:
         plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-        _consume(work, ring, sink, scalars[0], steps)
+        _consume(work, ring, sink, scalars[0], steps, target.interpret)
 
     @pl.when(warpgroup == _CONSUMERS)
     def _() -> None:
@@ -526,45 +530,88 @@ class _Rows(NamedTuple):
         return jnp.clip(whole, piece.begin, jnp.maximum(piece.begin, piece.end))
 
 
-def _consume(work: _Range, ring: _Ring, sink: Any, rank: Any, steps: _Steps) -> None:
-    """One warpgroup: 128 query rows of every piece against all its keys."""
+def _consume(
+    work: _Range, ring: _Ring, sink: Any, rank: Any, steps: _Steps, interpret: bool
+) -> None:
+    """One warpgroup: 128 query rows of every piece against all its keys.
+
+    While the tensor cores work on a step, the warpgroup deals with the maxima of the step before.
+    The rows are multiplied as two halves of 64, so that it can begin with the maxima of one while
+    the other is still under way.
+    """
     half = lax.axis_index(WARPGROUP)
 
     def one_piece(index: Any, carry: Any) -> Any:
         piece, done = carry
         following = work.piece(index + 1, steps)
-        rows = _Rows.of(piece, half)
-        whole = rows.whole_steps(piece, steps)
         slot = lax.rem(index, 2)
-
-        def one_step(step: Any, carry: Any, may_hide: bool) -> Any:
-            done, state = carry
-            key_slot = lax.rem(done, ring.stages)
-            plgpu.barrier_wait(ring.keys_full.at[key_slot])
-
-            def multiply(acc: Any) -> Any:
-                plgpu.wgmma(acc, ring.queries.at[slot, half], ring.keys.at[key_slot].T)
-                return acc[...]
-
-            products = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS)))
-            plgpu.barrier_arrive(ring.keys_free.at[key_slot])
-            key = step * steps.positions + rank * steps.rows
-            causal = Causal(rows.position, piece.keys, key) if may_hide else None
-            return done + 1, sink.take(products, state, rows, step * steps.pages, causal)
-
-        state = sink.start(rows)
         plgpu.barrier_wait(ring.queries_full.at[slot])
-        carry = lax.fori_loop(
-            piece.begin, whole, functools.partial(one_step, may_hide=False), (done, state)
-        )
-        done, state = lax.fori_loop(
-            whole, piece.end, functools.partial(one_step, may_hide=True), carry
-        )
+
+        @pl.when(piece.begin < piece.end)
+        def _() -> None:
+            queries = ring.queries.at[slot, half]
+            _consume_piece(piece, index, done, queries, ring, sink, rank, steps, interpret)
+
         plgpu.barrier_arrive(ring.queries_free.at[slot])
-        sink.finish(state, rows, index)
-        return following, done
+        return following, done + jnp.maximum(piece.end - piece.begin, 0)
 
     lax.fori_loop(0, work.count, one_piece, (work.first_piece(steps), jnp.int32(0)))
+
+
+def _consume_piece(
+    piece: _Piece,
+    index: Any,
+    done: Any,
+    queries: Any,
+    ring: _Ring,
+    sink: Any,
+    rank: Any,
+    steps: _Steps,
+    interpret: bool,
+) -> None:
+    """One piece, which has steps; `done` steps came before it."""
+    rows = _Rows.of(piece, lax.axis_index(WARPGROUP))
+
+    def key_slot(step: Any) -> Any:
+        return lax.rem(done + step - piece.begin, ring.stages)
+
+    def causal_of(step: Any) -> Causal:
+        return Causal(rows.position, piece.keys, step * steps.positions + rank * steps.rows)
+
+    def take(step: Any, maxima: Any, state: Any, may_hide: bool) -> Any:
+        causal = causal_of(step) if may_hide else None
+        return sink.take(maxima, state, rows, step * steps.pages, causal)
+
+    def multiply(step: Any, may_hide: bool, meanwhile: Callable[[], Any]) -> Any:
+        """The step's maxima, and the result of what is done while its products are under way."""
+        slot = key_slot(step)
+        plgpu.barrier_wait(ring.keys_full.at[slot])
+        products = [
+            start_products(
+                queries.at[pl.ds(m * ROWS // 2, ROWS // 2)], ring.keys.at[slot], interpret
+            )
+            for m in range(2)
+        ]
+        result = meanwhile()
+        maxima = []
+        for m in range(2):
+            settled = settle_products(products[m], 1 - m, interpret)
+            if m:
+                plgpu.barrier_arrive(ring.keys_free.at[slot])
+            causal = causal_of(step) if may_hide else None
+            maxima.append(lane_maxima(settled, m, causal, steps.step_pages, interpret))
+        return tuple(maxima), result
+
+    def one_step(step: Any, carry: Any, may_hide: bool) -> Any:
+        maxima, state = carry
+        return multiply(step, may_hide, lambda: take(step - 1, maxima, state, may_hide))
+
+    first = piece.begin + 1
+    whole = jnp.maximum(rows.whole_steps(piece, steps), first)
+    carry = multiply(piece.begin, True, lambda: sink.start(rows))
+    carry = lax.fori_loop(first, whole, functools.partial(one_step, may_hide=False), carry)
+    carry = lax.fori_loop(whole, piece.end, functools.partial(one_step, may_hide=True), carry)
+    sink.finish(take(piece.end - 1, *carry, may_hide=True), rows, index)
 
 
 class _PlaneSink:
@@ -588,10 +635,10 @@ class _PlaneSink:
         return ()
 
     def take(
-        self, products: jax.Array, state: tuple[()], rows: _Rows, column: Any, causal: Causal | None
+        self, maxima: LaneMaxima, state: tuple[()], rows: _Rows, column: Any, causal: Causal | None
     ) -> tuple[()]:
         store_maxima(
-            products,
+            maxima,
             self.scores,
             (rows.first, rows.begin, rows.end),
             column,
@@ -658,12 +705,12 @@ class _ListSink:
         return prefill_top16.nothing_yet(self.facts), bounds
 
     def take(
-        self, products: jax.Array, state: Any, rows: _Rows, column: Any, causal: Causal | None
+        self, maxima: LaneMaxima, state: Any, rows: _Rows, column: Any, causal: Causal | None
     ) -> Any:
         best, bounds = state
         logs = self.logs.at[rows.half]
         best = prefill_top16.push(
-            products, best, bounds, logs, self.forced, rows.first, column, causal, self.facts
+            maxima, best, bounds, logs, self.forced, rows.first, column, self.facts
         )
         return best, bounds
 
