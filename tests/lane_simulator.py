@@ -1,0 +1,148 @@
+"""Runs kernel pieces that are written thread by thread (`ops/_mosaic/lanes.py`) in numpy.
+
+A piece builds its program out of `Lane` values and a few functions. Given these stand-ins instead,
+the same Python code computes at once, with one array element for each of a warpgroup's 128 threads.
+Where threads branch apart, all sides run and a mask decides whose stores count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+THREADS, WARP = 128, 32
+_masks: list[np.ndarray] = [np.full(THREADS, True)]
+
+
+class Lane:
+    """One value of each thread."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = np.broadcast_to(np.asarray(value), (THREADS,))
+
+    def _with(self, other: Any, op: Any) -> Lane:
+        right = other.value if isinstance(other, Lane) else self.value.dtype.type(other)
+        return Lane(op(self.value, right))
+
+    __add__ = lambda a, b: a._with(b, np.add)  # noqa: E731
+    __sub__ = lambda a, b: a._with(b, np.subtract)  # noqa: E731
+    __mul__ = lambda a, b: a._with(b, np.multiply)  # noqa: E731
+    __and__ = lambda a, b: a._with(b, np.bitwise_and)  # noqa: E731
+    __or__ = lambda a, b: a._with(b, np.bitwise_or)  # noqa: E731
+    __xor__ = lambda a, b: a._with(b, np.bitwise_xor)  # noqa: E731
+    __rshift__ = lambda a, b: a._with(b, np.right_shift)  # noqa: E731
+    __lt__ = lambda a, b: a._with(b, np.less)  # noqa: E731
+    __le__ = lambda a, b: a._with(b, np.less_equal)  # noqa: E731
+    __gt__ = lambda a, b: a._with(b, np.greater)  # noqa: E731
+    __ge__ = lambda a, b: a._with(b, np.greater_equal)  # noqa: E731
+    eq = lambda a, b: a._with(b, np.equal)  # noqa: E731
+    ne = lambda a, b: a._with(b, np.not_equal)  # noqa: E731
+
+    def bits(self, of: type) -> Lane:
+        return Lane(np.ascontiguousarray(self.value).view(of))
+
+    def to_i32(self) -> Lane:
+        return Lane(self.value.astype(np.int32))
+
+    def to_i64(self) -> Lane:
+        return Lane(self.value.astype(np.int64))
+
+
+class Words:
+    """A place in a memory of int32 words."""
+
+    def __init__(self, memory: np.ndarray, at: Any = 0) -> None:
+        self.memory, self.at = memory, np.broadcast_to(np.asarray(at, np.int64), (THREADS,))
+
+    @staticmethod
+    def of(memory: np.ndarray) -> Words:
+        return Words(memory)
+
+    def __add__(self, words: Any) -> Words:
+        return Words(self.memory, self.at + (words.value if isinstance(words, Lane) else words))
+
+    def load(self, of: type = np.int32) -> Lane:
+        inside = np.where(_masks[-1], self.at, 0)
+        return Lane(self.memory.view(np.int32)[inside].view(of))
+
+    def load_vector(self, of: type, count: int) -> tuple[Lane, ...]:
+        return tuple((self + i).load(of) for i in range(count))
+
+    def store(self, value: Lane) -> None:
+        live = _masks[-1]
+        self.memory.view(np.int32)[self.at[live]] = value.value.view(np.int32)[live]
+
+
+@contextlib.contextmanager
+def _when(condition: Lane) -> Iterator[None]:
+    _masks.append(_masks[-1] & condition.value)
+    yield
+    _masks.pop()
+
+
+def _where(condition: Lane, a: Any, b: Any) -> Lane:
+    model = a if isinstance(a, Lane) else b
+    a, b = (x if isinstance(x, Lane) else Lane(model.value.dtype.type(x)) for x in (a, b))
+    return Lane(np.where(condition.value, a.value, b.value))
+
+
+def _maximum(a: Lane, b: Any) -> Lane:
+    return a._with(b, np.fmax)
+
+
+def _minimum(a: Lane, b: Any) -> Lane:
+    return a._with(b, np.fmin)
+
+
+def _per_warp(x: Lane, op: Any) -> Lane:
+    return Lane(np.repeat(op(x.value.reshape(-1, WARP), axis=1), WARP))
+
+
+def _choose(condition: Lane, _: Any, then: Any, otherwise: Any) -> tuple[Lane, ...]:
+    with _when(condition):
+        yes = then()
+    with _when(Lane(~condition.value)):
+        no = otherwise()
+    return tuple(_where(condition, a, b) for a, b in zip(yes, no, strict=True))
+
+
+def _loop(start: Lane, stop: Lane, step: int, carry: Any, body: Any) -> tuple[Lane, ...]:
+    carry, i = tuple(carry), start
+    while (i.value < stop.value)[_masks[-1]].any():
+        goes_on = i < stop
+        with _when(goes_on):
+            after = body(i, *carry)
+        carry = tuple(_where(goes_on, a, b) for a, b in zip(after, carry, strict=True))
+        i = i + step
+    return carry
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """Makes `module`'s pieces compute in numpy; memory references are flat arrays of words."""
+    lanes = SimpleNamespace(
+        constant=lambda x, of: Lane(of(x)),
+        choose=_choose,
+        loop=_loop,
+        clip=lambda x, low, high: _minimum(_maximum(x, low), high),
+        warp_min=lambda x: _per_warp(x, np.min),
+        warp_ballot=lambda x: _per_warp(x.to_i32(), np.max),
+    )
+    names = {
+        "lanes": lanes,
+        "Lane": Lane,
+        "Words": Words,
+        "f32": lambda: np.float32,
+        "i32": lambda: np.int32,
+        "int32": lambda x: Lane(np.int32(x)),
+        "maximum": _maximum,
+        "minimum": _minimum,
+        "when": _when,
+        "where": _where,
+    }
+    for name, stand_in in names.items():
+        monkeypatch.setattr(module, name, stand_in)
