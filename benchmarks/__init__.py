@@ -1,0 +1,5 @@
+"""Times of the kernels against the machine's own ceilings: `python -m benchmarks --help`.
+
+cases.py says what is measured and its floor, stages.py what a stage runs, timing.py and graph.py
+how it is timed, check.py what must hold before a time counts, results.py what a run leaves behind.
+"""

@@ -1,0 +1,310 @@
+"""Runs the work points: checks, times, prints and saves each; one that fails does not stop it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import fnmatch
+import os
+import subprocess
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import check, report, results, roofline
+from benchmarks.baselines import BASELINES, TorchRun, absent_peers
+from benchmarks.cases import FULL, QUICK, Case, Decode, Merge, Prefill, Select
+from benchmarks.graph import GraphRun, Unlaunchable
+from benchmarks.inputs import GPU_STREAM_BYTES, Inputs, Pool
+from benchmarks.stages import build, written_like
+from benchmarks.timing import JitRun, Times
+from msa_icp_jax.backend import resolve_backend
+
+_RUNS = {"graph": 15, "jit": 7, "torch": 7}
+# Microseconds that a program should last, and a guess of a stage's time over its floor.
+_PROGRAM_US = {"graph": 2_000.0, "jit": 10_000.0}
+_OVER_FLOOR = {"mosaic": 1.2, "xla": 12.0}
+_LAUNCH_US = 2.0
+_RESERVE_SECONDS = 15  # of the budget: what one more item may take
+_GRACE_SECONDS = 20  # past the budget: a hung item is given up, what was measured is saved
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to run.
+
+    Attributes:
+      quick: the small cases.
+      cases: pattern of case names.
+      stages, backends: names to keep; empty: all.
+      timing: "auto" (a CUDA graph where there can be one), "graph" or "jit".
+      out: the result file, or None for the device's own.
+      budget_seconds: time for everything, or None.
+      commit: what is measured, or None to ask git.
+    """
+
+    quick: bool = False
+    cases: str = "*"
+    stages: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+    timing: str = "auto"
+    out: Path | None = None
+    budget_seconds: float | None = None
+    commit: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One figure to take."""
+
+    case: Case
+    stage: str
+    backend: str
+    precision: str
+
+    @property
+    def label(self) -> str:
+        return results.label((self.case.name, self.stage, self.backend, self.precision))
+
+
+def items(options: Options, machine: Machine) -> list[Item]:
+    """What `options` ask for, the most wanted first: time may run out."""
+    cases = QUICK if options.quick or not machine.gpu else FULL
+    cases = [case for case in cases if fnmatch.fnmatch(case.name, options.cases)]
+    return [
+        item
+        for item in _all_items(cases, machine)
+        if (not options.stages or item.stage in options.stages)
+        and (not options.backends or item.backend in options.backends)
+    ]
+
+
+def _all_items(cases: list[Case], machine: Machine) -> Iterator[Item]:
+    decode = [c for c in cases if isinstance(c, Decode)]
+    alone = [c for c in cases if isinstance(c, Select | Merge)]
+    prefill = [c for c in cases if isinstance(c, Prefill)]
+    if machine.mosaic:
+        for case in (*decode, *alone):
+            yield from (Item(case, stage, "mosaic", "exact") for stage in case.stages)
+        for case in prefill:
+            yield from (Item(case, stage, "mosaic", "fast") for stage in case.stages)
+        yield from (Item(case, "local", "mosaic", "exact") for case in prefill)
+    if not machine.gpu:
+        for case in cases:
+            yield from (Item(case, stage, "xla", "exact") for stage in case.stages)
+        return
+    for backend in BASELINES[:1] if machine.torch else ():
+        yield from (Item(case, "local", backend, "fast") for case in decode)
+    yield from (Item(case, "local", "xla", "exact") for case in decode)
+    for backend in BASELINES[1:] if machine.torch else ():
+        yield from (Item(case, "local", backend, "fast") for case in decode)
+
+
+class Machine:
+    """Where this runs."""
+
+    def __init__(self) -> None:
+        device = jax.devices()[0]
+        self.gpu = device.platform == "gpu"
+        self.mosaic = self.gpu and resolve_backend("auto") == "mosaic"
+        self.torch = _cuda_torch() if self.gpu else None
+        self.device = device.device_kind
+        self.driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+    @property
+    def default_out(self) -> Path:
+        name = self.device.lower().removeprefix("nvidia ").replace(" ", "-")
+        return Path(__file__).parent / "results" / f"{name}.json"
+
+
+class Runner:
+    """One run over items."""
+
+    def __init__(self, options: Options, machine: Machine) -> None:
+        self.start = time.monotonic()
+        self.options = options
+        self.machine = machine
+        self.out = options.out or machine.default_out
+        self.rows: list[results.Row] = []
+        self.failed: list[str] = []
+        self.left_out: list[str] = []
+        self._inputs: tuple[tuple[str, str], Inputs] | None = None
+
+    def run(self) -> int:
+        """Runs everything; 0, or 1 when an item failed."""
+        wanted = items(self.options, self.machine)
+        if not wanted:
+            print("benchmarks: nothing matches")
+            return 2
+        self._guard()
+        self.ceilings = roofline.measure(self.machine.torch)
+        self._say(f"{self.machine.device}: {self._ceilings_text()}")
+        self.pool = Pool(
+            list({item.case.name: item.case for item in wanted}.values()),
+            GPU_STREAM_BYTES if self.machine.gpu else 0,
+        )
+        for number, item in enumerate(wanted, 1):
+            if self._spent():
+                self.left_out = [item.label for item in wanted[number - 1 :]]
+                break
+            self._attempt(item, f"{number}/{len(wanted)}")
+        self._summary()
+        return 1 if self.failed else 0
+
+    def _attempt(self, item: Item, count: str) -> None:
+        try:
+            row = self._measure(item)
+        except Exception as error:
+            self.failed.append(f"{item.label}: {type(error).__name__}: {error}")
+            self._say(f"{count} {item.label}: FAILED")
+            traceback.print_exc(limit=-6)
+            return
+        self.rows.append(row)
+        results.save(self.out, self.rows)
+        text = report.cells(row)
+        ratio = f" = {text[7]} x floor" if text[7] else ""
+        self._say(f"{count} {item.label}: {text[4]} us{ratio} ({row['timing']}) {text[8]}")
+
+    def _measure(self, item: Item) -> results.Row:
+        inputs = self._inputs_of(item)
+        if item.backend in BASELINES:
+            assert isinstance(item.case, Decode)
+            torch_run = TorchRun(item.case, inputs, item.backend)
+            torch_run.check()
+            return self._row(item, torch_run.times(_RUNS["torch"]))
+        run, arrays = self._prepare(item, inputs)
+        _check(item, arrays)
+        return self._row(item, run.times(_RUNS["graph" if isinstance(run, GraphRun) else "jit"]))
+
+    def _prepare(self, item: Item, inputs: Inputs) -> tuple[GraphRun | JitRun, dict[str, Any]]:
+        """The stage, run once: what times it, and all its arrays."""
+        shapes = written_like(item.case)
+        timing = self.options.timing
+        if timing != "jit" and item.backend == "mosaic" and self.machine.torch:
+            stage = build(item.case, item.stage, item.backend, item.precision, arrange=False)
+            try:
+                run = GraphRun(stage, inputs, shapes, self._links(item, "graph"))
+                return run, run.run()
+            except Unlaunchable as error:
+                if timing == "graph":
+                    raise
+                self._say(f"{item.label}: jit instead of a graph, since {error}")
+        stage = build(item.case, item.stage, item.backend, item.precision, arrange=True)
+        jit_run = JitRun(stage, inputs, shapes, self._links(item, "jit"))
+        return jit_run, jit_run.last_set | jit_run.run()
+
+    def _links(self, item: Item, method: str) -> int:
+        """Links for a program that lasts long enough; on a CPU, each set once."""
+        if not self.machine.gpu:
+            return 1
+        floor = item.case.floor(item.stage).us(self.ceilings.read_tbps, self.ceilings.fp8_tflops)
+        guess = floor * _OVER_FLOOR[item.backend] + _LAUNCH_US
+        return max(1, round(_PROGRAM_US[method] / guess))
+
+    def _inputs_of(self, item: Item) -> Inputs:
+        """The case's inputs; those of the last case are kept."""
+        backend = "mosaic" if item.backend == "mosaic" else "xla"
+        key = (item.case.name, backend)
+        if self._inputs is None or self._inputs[0] != key:
+            self._inputs = None  # frees the last ones before making new ones
+            self._inputs = (key, self.pool.inputs(item.case, backend))
+        return self._inputs[1]
+
+    def _row(self, item: Item, times: Times) -> results.Row:
+        floor = item.case.floor(item.stage).us(self.ceilings.read_tbps, self.ceilings.fp8_tflops)
+        torch = self.machine.torch
+        return {
+            "case": item.case.name,
+            "stage": item.stage,
+            "backend": item.backend,
+            "precision": item.precision,
+            "median_us": round(times.median, 3),
+            "floor_us": round(floor, 4),
+            "spread_us": [round(x, 3) for x in times.spread],
+            "checked": True,  # a stage that fails its check has no row
+            "device": self.machine.device,
+            "driver": self.machine.driver,
+            "jax": jax.__version__,
+            "torch": str(torch.__version__) if torch else None,
+            "commit": self.options.commit or _commit(),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "read_tbps": round(self.ceilings.read_tbps, 4),
+            "fp8_tflops": self.ceilings.fp8_tflops and round(self.ceilings.fp8_tflops, 1),
+            "timing": times.method,
+        }
+
+    def _summary(self) -> None:
+        if self.rows:
+            report.show_rows(self.rows, f"{self.machine.device}: {self._ceilings_text()}")
+            print(f"{len(self.rows)} rows in {self.out}")
+        if self.machine.gpu and (absent := absent_peers()):
+            print(f"absent, not measured: {', '.join(absent)}")
+        for label in self.left_out:
+            print(f"left out, out of time: {label}")
+        for line in self.failed:
+            print(f"FAILED {line}")
+
+    def _ceilings_text(self) -> str:
+        fp8 = self.ceilings.fp8_tflops
+        matmul = f"fp8 product {fp8:.0f} TFLOP/s" if fp8 else "no fp8 unit"
+        return f"reads {self.ceilings.read_tbps:.3f} TB/s, {matmul}"
+
+    def _say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.start:6.1f} s] {text}", flush=True)
+
+    def _spent(self) -> bool:
+        budget = self.options.budget_seconds
+        return budget is not None and time.monotonic() - self.start > budget - _RESERVE_SECONDS
+
+    def _guard(self) -> None:
+        """Ends a run that hangs; its rows are saved as they come."""
+        if self.options.budget_seconds is None:
+            return
+
+        def give_up() -> None:
+            print(f"benchmarks: an item hangs; giving up, {len(self.rows)} rows in {self.out}")
+            os._exit(3)
+
+        timer = threading.Timer(self.options.budget_seconds + _GRACE_SECONDS, give_up)
+        timer.daemon = True
+        timer.start()
+
+
+def _check(item: Item, arrays: dict[str, Any]) -> None:
+    """Raises `check.Mismatch` unless the stage computed what it should."""
+    case = item.case
+    if isinstance(case, Decode | Prefill) and item.stage != "merge":
+        check.check_scores(case, arrays, item.precision)
+    if item.stage in ("select", "local", "fused-local", "chain"):
+        check.check_rows(case, arrays["scores"], arrays["counts"], arrays["rows"])
+    if item.stage in ("merge", "chain"):
+        received = arrays.get("arranged", arrays["received"])
+        check.check_merged(case, received, arrays["counts"], arrays["output"], arrays["errors"])
+
+
+def _cuda_torch() -> Any:
+    """The torch module where it sees a GPU, else None."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch if torch.cuda.is_available() else None
+
+
+def _commit() -> str | None:
+    folder = Path(__file__).parent
+    return _output("git", "-C", str(folder), "rev-parse", "HEAD")
+
+
+def _output(*command: str) -> str | None:
+    """The first line that a command prints, or None where it cannot."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().partition("\n")[0] or None
