@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import oracle
+from oracle import Shard
 
 Array = npt.NDArray[Any]
 
@@ -19,6 +20,27 @@ INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _REAL = pathlib.Path(__file__).parent / "data/real_activations.npz"
+
+
+class Layout(NamedTuple):
+    """How the ranks hold their rows: W, P, and the compound page around them (pitch 0: none)."""
+
+    world_size: int
+    page_size: int
+    row_offset: int = 0
+    pitch: int = 0
+
+    def shard(self, rank: int) -> Shard:
+        return Shard(rank, self.world_size, self.page_size, self.row_offset)
+
+    @property
+    def page_rows(self) -> int:
+        return self.pitch or self.page_size // self.world_size
+
+
+W2, W4, W2_WIDE, W4_WIDE = Layout(2, 128), Layout(4, 128), Layout(2, 256), Layout(4, 256)
+COMPOUND = Layout(4, 128, row_offset=8, pitch=48)
+COMPOUND_WIDE = Layout(4, 256, row_offset=0, pitch=352)
 
 
 def fp8(codes: Array) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from inputs import INT_MAX, INT_MIN
+from inputs import COMPOUND, COMPOUND_WIDE, INT_MAX, INT_MIN, W2, W2_WIDE, W4, W4_WIDE, Layout
 from oracle import Shard
 
 from msa_icp_jax import msa_icp_decode_index_score_sharded, msa_icp_decode_score_publish
@@ -23,26 +23,6 @@ from msa_icp_jax.ops.select import MSAIcpRows
 REQUESTS, PAGES, WIDTH, COLUMNS = 8, 48, 22, 40
 INF = float("inf")
 
-
-class Layout(NamedTuple):
-    """How the ranks hold their rows: W, P, and the compound page around them (pitch 0: none)."""
-
-    world_size: int
-    page_size: int
-    row_offset: int = 0
-    pitch: int = 0
-
-    def shard(self, rank: int) -> Shard:
-        return Shard(rank, self.world_size, self.page_size, self.row_offset)
-
-    @property
-    def page_rows(self) -> int:
-        return self.pitch or self.page_size // self.world_size
-
-
-W2, W4, W2_WIDE, W4_WIDE = Layout(2, 128), Layout(4, 128), Layout(2, 256), Layout(4, 256)
-COMPOUND = Layout(4, 128, row_offset=8, pitch=48)
-COMPOUND_WIDE = Layout(4, 256, row_offset=0, pitch=352)
 
 CASES = [
     (W2, 1),
