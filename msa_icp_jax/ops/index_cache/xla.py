@@ -27,9 +27,32 @@ def write_rows(
     page, row = slot_mapping // page_size, slot_mapping % page_size
     owned = (slot_mapping >= 0) & (page < index_k.shape[0]) & (row // rows == rank)
     page = jnp.where(owned, page, index_k.shape[0])  # past the end: dropped by the scatter
-    # Scattered as bytes: XLA on CPU would convert the whole float8 cache around a float8 scatter.
-    stored = lax.bitcast_convert_type(vary_as(index_k, new_k, slot_mapping, rank), jnp.uint8)
-    stored = stored.at[page, row_offset + row % rows].set(
-        lax.bitcast_convert_type(new_k, jnp.uint8), mode="drop"
+    varying = (new_k, slot_mapping, rank)
+    return lax.platform_dependent(
+        vary_as(index_k, *varying),
+        vary_as(new_k, index_k, *varying),
+        vary_as(page, index_k, *varying),
+        vary_as(row_offset + row % rows, index_k, *varying),
+        cpu=_rewrite,
+        default=_scatter,
     )
-    return lax.bitcast_convert_type(stored, index_k.dtype)
+
+
+def _scatter(index_k: jax.Array, new_k: jax.Array, page: jax.Array, row: jax.Array) -> jax.Array:
+    return index_k.at[page, row].set(new_k, mode="drop")
+
+
+def _rewrite(index_k: jax.Array, new_k: jax.Array, page: jax.Array, row: jax.Array) -> jax.Array:
+    """The scatter as one pass over the cache, in place.
+
+    XLA on CPU moves no float8 data: around a scatter it converts the whole cache, or copies it to
+    view it as bytes. A choice between each old byte and a new one needs no copy, only a map of 4
+    bytes a row.
+    """
+    token = jnp.arange(new_k.shape[0], dtype=jnp.int32)
+    token_of = jnp.full_like(index_k, -1, jnp.int32, shape=index_k.shape[:2])
+    token_of = token_of.at[page, row].set(token, mode="drop")
+    new = lax.bitcast_convert_type(new_k, jnp.uint8)[jnp.maximum(token_of, 0)]
+    old = lax.bitcast_convert_type(index_k, jnp.uint8)
+    chosen = jnp.where((token_of >= 0)[..., None], new, old)
+    return lax.bitcast_convert_type(chosen, index_k.dtype)
