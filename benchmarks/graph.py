@@ -12,6 +12,7 @@ that the package supports, and raises `Unlaunchable` where it cannot.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -26,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mosaic_gpu
+from jax.extend.core import Literal
 from jaxlib.mlir import ir, passmanager
 
 from benchmarks.inputs import Inputs
@@ -87,7 +89,9 @@ def lower(function: Callable[..., Any], *arguments: Any) -> Lowered:
     Raises:
       Unlaunchable: an operand or a result is computed outside kernels.
     """
-    lowered = jax.jit(function, keep_unused=True).trace(*arguments)
+    leaves = jax.tree.leaves(arguments)
+    folded = functools.partial(_evaluate, jax.make_jaxpr(function)(*arguments))
+    lowered = jax.jit(folded, keep_unused=True).trace(*leaves)
     module = lowered.lower(lowering_platforms=("cuda",)).compiler_ir()
     with module.context:
         mosaic_gpu.dialect.register_inliner_extensions(module.context)
@@ -102,6 +106,25 @@ def lower(function: Callable[..., Any], *arguments: Any) -> Lowered:
             tuple(_call(op, origin) for op in kernels),
             tuple(origin(value) for value in ret.operands),
         )
+
+
+def _evaluate(traced: Any, *leaves: Any) -> list[Any]:
+    """Evaluates a jaxpr under jit, at once where nothing depends on an argument (on the rank)."""
+    env = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+    env.update(zip(traced.jaxpr.invars, leaves, strict=True))
+
+    def value(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else env[x]
+
+    for eqn in traced.jaxpr.eqns:
+        inputs = [value(x) for x in eqn.invars]
+        known = not eqn.effects and not any(isinstance(x, jax.core.Tracer) for x in inputs)
+        params = eqn.primitive.get_bind_params(eqn.params)
+        with jax.ensure_compile_time_eval() if known else contextlib.nullcontext():
+            results = eqn.primitive.bind(*inputs, **params)
+        results = results if eqn.primitive.multiple_results else [results]
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [value(x) for x in traced.jaxpr.outvars]
 
 
 def _is_kernel(op: Any) -> bool:
@@ -154,7 +177,7 @@ class _Origins:
 
 
 def _fold(op: Any, inputs: list[np.ndarray], result: jax.ShapeDtypeStruct) -> np.ndarray:
-    """The value of an operation on constants: what a static rank turns into."""
+    """The value of a constant, perhaps in another shape."""
     match op.name:
         case "stablehlo.constant":
             return np.array(op.attributes["value"]).astype(result.dtype)
@@ -162,8 +185,6 @@ def _fold(op: Any, inputs: list[np.ndarray], result: jax.ShapeDtypeStruct) -> np
             return inputs[0].astype(result.dtype).reshape(result.shape)
         case "stablehlo.broadcast_in_dim" if inputs[0].size == 1:
             return np.full(result.shape, inputs[0].item(), result.dtype)
-        case "stablehlo.concatenate" if len(result.shape) == 1:
-            return np.concatenate(inputs)
     raise Unlaunchable(f"{op.name} of constants runs outside the kernels")
 
 
