@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+_FLOAT32_MAX = 3.4028235e38  # rounds to the largest float32
+
 
 class AtLeast(NamedTuple):
     """A shape entry that may be larger than `size` (a buffer with spare room)."""
@@ -41,11 +43,12 @@ def flag(name: str, value: Any) -> bool:
 
 
 def finite(name: str, value: Any) -> float:
-    """Returns `value` as a finite Python float."""
+    """Returns `value` as a Python float that is finite in float32 too."""
+    allowed = f"a float in [-{_FLOAT32_MAX}, {_FLOAT32_MAX}]"
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{name} must be a finite float, got {_describe(value)}")
-    if not np.isfinite(value):
-        raise ValueError(f"{name} must be a finite float, got {value}")
+        raise TypeError(f"{name} must be {allowed}, got {_describe(value)}")
+    if not abs(value) <= _FLOAT32_MAX:  # NaN included
+        raise ValueError(f"{name} must be {allowed}, got {value}")
     return float(value)
 
 
@@ -96,7 +99,8 @@ def _range(low: int | None, high: int | None) -> str:
 
 def _spec(dtype: Any, shape: Sequence[int | AtLeast | None]) -> str:
     sizes = ", ".join("any" if size is None else str(size) for size in shape)
-    return f"a {jnp.dtype(dtype).name} array of shape [{sizes}]"
+    name = jnp.dtype(dtype).name
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name} array of shape [{sizes}]"
 
 
 def _join(allowed: Sequence[Any]) -> str:
