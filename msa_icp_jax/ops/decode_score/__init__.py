@@ -39,8 +39,9 @@ def msa_icp_decode_index_score_sharded(
 
     ``score[t, h, c]`` is the maximum of ``q[t, h] . k[row]`` (float32) over the rank's rows of page
     c that token t sees (position <= its own, and below seq_len), -inf where it sees none. Token j
-    of a request sits at position ``seq_len - decode_query_len + j``. NaN products are skipped, zeros
-    are +0.0. Written are, for each request, the columns of its ``ceil(seq_len / page_size)`` pages
+    of a request sits at position ``seq_len - decode_query_len + j``. NaN products are skipped,
+    zeros are +0.0. Written are, for each request, the columns of its
+    ``ceil(seq_len / page_size)`` pages
     rounded up to a multiple of four, and no other. A table entry outside the cache makes its rows
     invisible; entries past the request's pages are not read.
 
