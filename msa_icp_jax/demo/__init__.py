@@ -18,6 +18,7 @@ import numpy as np
 from msa_icp_jax import geometry
 from msa_icp_jax.demo import context, picture, progress, reference, report, serve
 
+MOST_DIFFERENCES = 20  # that are named; all are counted
 DEFAULT_PICTURE = Path("msa-icp-demo.png")
 SAME, DIFFERENT, UNUSABLE = 0, 1, 2  # exit statuses
 
@@ -91,11 +92,17 @@ def main(arguments: argparse.Namespace) -> int:
     prefilled = indexer.prefill(searched.prefill_q, searched.prefill_positions)
     chosen = indexer.decode(searched.q)
 
-    differences = compare(searched, chosen, prefilled)
+    differences, num_differences = compare(searched, chosen, prefilled)
     asked = np.full(len(searched.q), len(searched.k) - 1)
     scores = reference.score_blocks(searched.q, searched.k, asked)
     selections = (len(chosen) + len(prefilled)) * geometry.NUM_HEADS
-    found = report.results(searched, indexer, chosen, scores, selections, differences)
+    found = {
+        "exact": num_differences == 0,
+        "selections": selections,
+        "num_differences": num_differences,
+        "differences": [vars(difference) for difference in differences],
+        **report.results(searched, indexer, chosen, scores),
+    }
 
     text = report.describe(found, len(prefilled))
     if picture_path is not None:
@@ -107,13 +114,13 @@ def main(arguments: argparse.Namespace) -> int:
         print(json.dumps(found, allow_nan=False))
     else:
         print(text)
-    return DIFFERENT if differences else SAME
+    return SAME if found["exact"] else DIFFERENT
 
 
 def compare(
     searched: context.Context, chosen: np.ndarray, prefilled: np.ndarray
-) -> list[reference.Difference]:
-    """Every selection, of decode and of prefill, that is not the one-rank reference's."""
+) -> tuple[list[reference.Difference], int]:
+    """The first selections that are not the one-rank reference's, and how many are not."""
     asked = np.full(len(searched.q), len(searched.k) - 1)
     work = [
         (phase, start, queries[start:end], positions[start:end], ids[start:end])
@@ -123,13 +130,23 @@ def compare(
         )
         for start, end in _windows(len(queries))
     ]
-    found = []
+    found: list[reference.Difference] = []
+    count = 0
     for phase, start, queries, positions, ids in progress.track("compare", work):
         expected = reference.choose_blocks(queries, searched.k, positions)
-        found += reference.find_differences(
-            phase, queries, searched.k, positions, ids, expected, start
+        some, differing = reference.find_differences(
+            phase,
+            queries,
+            searched.k,
+            positions,
+            ids,
+            expected,
+            first_row=start,
+            most=MOST_DIFFERENCES - len(found),
         )
-    return found
+        found += some
+        count += differing
+    return found, count
 
 
 def _windows(count: int, size: int = 256) -> list[tuple[int, int]]:

@@ -81,15 +81,21 @@ def find_differences(
     positions: np.ndarray,
     chosen: np.ndarray,
     expected: np.ndarray,
-    first_row: int = 0,
-) -> list[Difference]:
-    """Every (row, head) whose chosen blocks are not the expected ones."""
+    *,
+    first_row: int,
+    most: int,
+) -> tuple[list[Difference], int]:
+    """The first (row, head)s whose chosen blocks are not the expected ones, and how many are not.
+
+    At most `most` are returned: explaining one takes a pass over all keys.
+    """
+    differing = np.argwhere((chosen != expected).any(axis=2))
     found = []
-    for row, head in np.argwhere((chosen != expected).any(axis=2)):
+    for row, head in differing[:most]:
         ours, theirs = chosen[row, head].tolist(), expected[row, head].tolist()
         why = explain(q[row : row + 1, head : head + 1], k, positions[row], ours, theirs)
         found.append(Difference(phase, first_row + int(row), int(head), ours, theirs, why))
-    return found
+    return found, len(differing)
 
 
 def explain(

@@ -16,7 +16,6 @@ from msa_icp_jax.demo.context import Context
 from msa_icp_jax.demo.reference import BLOCK, Difference
 from msa_icp_jax.demo.serve import DECODE_BATCH, WINDOW_TOKENS, Indexer
 
-_MOST_DIFFERENCES = 20
 _EXCERPT_WORDS = 40
 
 
@@ -25,24 +24,16 @@ def results(
     indexer: Indexer,
     chosen: np.ndarray,
     scores: np.ndarray,
-    selections: int,
-    differences: list[Difference],
 ) -> dict[str, Any]:
-    """Everything the demonstration found, fit for JSON.
+    """What the demonstration found and how, fit for JSON; the comparison is added to it.
 
     Args:
       context: what was searched.
       indexer: what searched it.
       chosen: int [n, 4, 16], blocks chosen by decode.
       scores: float64 [n, 4, blocks], block scores of the reference.
-      selections: how many selections, a (query, head) each, were compared with the reference.
-      differences: those that differ.
     """
     return {
-        "exact": not differences,
-        "selections": selections,
-        "differences": [vars(difference) for difference in differences[:_MOST_DIFFERENCES]],
-        "num_differences": len(differences),
         "source": context.source,
         "tokens": len(context.k),
         "questions": [
