@@ -47,9 +47,10 @@ def finite(name: str, value: Any) -> float:
     allowed = f"a float in [-{_FLOAT32_MAX}, {_FLOAT32_MAX}]"
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be {allowed}, got {_describe(value)}")
-    if not abs(value) <= _FLOAT32_MAX:  # NaN included
+    number = float(value)
+    if not abs(number) <= _FLOAT32_MAX:  # NaN included
         raise ValueError(f"{name} must be {allowed}, got {value}")
-    return float(value)
+    return number
 
 
 def one_of(name: str, value: Any, allowed: Sequence[Any]) -> Any:
