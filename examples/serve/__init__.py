@@ -1,0 +1,1 @@
+"""The parts of the serving example; `examples/serve.py` runs it, `docs/serving.md` explains it."""

@@ -1,0 +1,126 @@
+"""The decode step ahead of time: exported, saved, loaded where nothing of the model is traced.
+
+One export is for one platform: the plain XLA backend for the CPU, the Mosaic kernels for CUDA. The
+latter is made on a machine without a GPU just as well; it runs where there is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export as jax_export
+from jax.sharding import Mesh
+
+from serve.indexers import make_plan
+from serve.model import BLOCK, HEADS, INDEX_DIM, Cache, Config, Params, Report, Schedule, State
+from serve.server import Programs
+
+REQUESTS = 2  # decode bucket that is exported
+WORLD_SIZE = 2
+BACKENDS = {"cpu": "xla", "cuda": "mosaic"}  # by platform
+RUN = "run.npz"  # inputs and outputs of one call, to compare a loaded step with
+
+
+def save(config: Config, params: Params, mesh: Mesh | None, folder: Path) -> dict[str, Any]:
+    """Exports the decode step for each platform; runs this machine's once, for `load` to compare.
+
+    With a mesh the loading process needs as many devices, without one it needs a single device.
+    """
+    register()
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = {}
+    for platform, backend in BACKENDS.items():
+        programs = Programs(config, make_plan(config, WORLD_SIZE, backend), mesh)
+        arguments = example_arguments(config, params, programs)
+        exported = jax_export.export(programs.step, platforms=[platform])(*arguments)
+        data = exported.serialize()
+        file_of(folder, platform).write_bytes(data)
+        kernels = exported.mlir_module().count("@mosaic_gpu")
+        saved[platform] = {"backend": backend, "bytes": len(data), "mosaic_kernels": kernels}
+        if platform == this_platform():
+            leaves = {f"in{i}": to_host(x) for i, x in enumerate(jax.tree.leaves(arguments))}
+            outputs = jax.tree.leaves(programs.step(*arguments))
+            leaves |= {f"out{i}": to_host(x) for i, x in enumerate(outputs)}
+            np.savez(folder / RUN, **leaves)
+    return {"saved": saved}
+
+
+def load(folder: Path, mesh_of: Any) -> dict[str, Any]:
+    """Runs this platform's saved step on the saved inputs. Nothing of the model is traced."""
+    register()
+    platform = this_platform()
+    exported = jax_export.deserialize(bytearray(file_of(folder, platform).read_bytes()))
+    mesh = mesh_of(exported.nr_devices) if exported.nr_devices > 1 else None
+    placing = exported.in_shardings_jax(mesh) if mesh else [None] * len(exported.in_avals)
+    with np.load(folder / RUN) as run:
+        leaves = [
+            jax.device_put(run[f"in{i}"].view(aval.dtype), sharding)
+            for i, (aval, sharding) in enumerate(zip(exported.in_avals, placing, strict=True))
+        ]
+        wanted = [run[f"out{i}"] for i in range(len(exported.out_avals))]
+    arguments, _ = jax.tree.unflatten(exported.in_tree, leaves)
+    step = jax.jit(exported.call, donate_argnums=(1, 2))  # cache and state
+    found = [to_host(x) for x in jax.tree.leaves(step(*arguments))]
+    same = all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
+    donated = all(x.is_deleted() for x in jax.tree.leaves(arguments[1:3]))
+    return {
+        "identical": same,
+        "platform": platform,
+        "devices": exported.nr_devices,
+        "donated": donated,
+        "decoded": found[-2].tolist(),
+    }
+
+
+def example_arguments(config: Config, params: Params, programs: Programs) -> tuple[Any, ...]:
+    """A step's arguments in the middle of serving: one short request and one past 16 blocks."""
+    rng = np.random.default_rng(7)
+    rows = (config.layers * config.pages, config.page_size, INDEX_DIM)
+    heads = (config.kv_blocks, HEADS, BLOCK, config.head_dim)
+    cache = Cache(
+        rng.integers(-24, 25, rows).astype(jnp.float8_e4m3fn),
+        rng.standard_normal(heads, np.float32),
+        rng.standard_normal(heads, np.float32),
+    )
+    width = config.table_width
+    tables = np.zeros((config.slots, width), np.int32)
+    tables[:REQUESTS] = rng.permutation(config.pages)[: REQUESTS * width].reshape(REQUESTS, width)
+    lengths = np.ones(config.slots, np.int32)
+    lengths[:REQUESTS] = 700, config.max_len - 200
+    state = State(
+        rng.integers(0, config.vocab, (config.slots, config.max_len), np.int32),
+        lengths,
+        lengths + 50,
+        tables,
+    )
+    schedule = programs.idle_schedule(REQUESTS, 0)
+    schedule.decode_slots[:] = range(REQUESTS)
+    put = programs.put
+    return put(params), programs.put_cache(cache), put(state), put(schedule)
+
+
+def register() -> None:
+    """Names the pytrees of the step's signature for jax.export, once in a process."""
+    for kind in (Cache, State, Schedule, Report):
+        with contextlib.suppress(ValueError):  # registered before
+            jax_export.register_namedtuple_serialization(kind, serialized_name=kind.__qualname__)
+
+
+def file_of(folder: Path, platform: str) -> Path:
+    return folder / f"decode_step.{platform}.jax"
+
+
+def this_platform() -> str:
+    platform = jax.default_backend()
+    return "cuda" if platform == "gpu" else platform
+
+
+def to_host(x: jax.Array) -> np.ndarray:
+    """float8 as bytes, which every npz reader knows."""
+    array = np.asarray(x)
+    return array.view(np.uint8) if array.dtype == jnp.float8_e4m3fn else array
