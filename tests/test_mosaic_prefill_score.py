@@ -6,6 +6,7 @@ Small-integer data: every product sum is exact, so scores and rows are compared 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -36,12 +37,12 @@ class Window(NamedTuple):
     def tokens(self) -> int:
         return sum(self.qo_lens) + self.tail
 
-    def plan(self) -> MSAIcpScorePlan:
+    def plan(self, ctas: int | None = None) -> MSAIcpScorePlan:
         qo, kv = (np.asarray(x, np.int32) for x in (self.qo_lens, self.kv_lens))
         starts, key_starts = (
             np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (qo, kv)
         )
-        return device_plan(
+        plan = device_plan(
             *(jnp.asarray(x) for x in (qo, kv, starts, key_starts)),
             jnp.asarray(self.qo_offset, jnp.int32),
             4,
@@ -49,6 +50,7 @@ class Window(NamedTuple):
             max_query_len=self.tokens,
             max_seq_len=1 << 20,
         )
+        return plan if ctas is None else replace(plan, work=balance.prefill_work(plan, ctas))
 
     def counts(self) -> np.ndarray:
         return oracle.prefill_num_valid_pages(self.qo_lens, self.qo_offset, self.tokens)
@@ -112,18 +114,18 @@ def run(kernel: Any, *arrays: Any, rank: int, **options: Any) -> np.ndarray:
 
 
 SCORE_CASES = [
-    # shard, pitch, columns, sm_scale, initialize, ctas
-    pytest.param(oracle.Shard(1, 4, 128), 32, 15, 1.0, True, 5, id="w4-p128"),
-    pytest.param(oracle.Shard(2, 4, 128, 8), 48, 16, -0.5, False, 2, id="w4-p128-compound"),
-    pytest.param(oracle.Shard(1, 2, 128), 64, 4, 1.0, True, 3, id="w2-p128-few-columns"),
-    pytest.param(oracle.Shard(0, 2, 256), 128, 10, 0.25, False, 3, id="w2-p256"),
+    # shard, pitch, columns, sm_scale, initialize, ctas, precision
+    pytest.param(oracle.Shard(1, 4, 128), 32, 15, 1.0, True, 5, "fast", id="w4-p128"),
+    pytest.param(oracle.Shard(2, 4, 128, 8), 48, 16, -0.5, False, 2, "fast", id="w4-p128-compound"),
+    pytest.param(oracle.Shard(1, 2, 128), 64, 4, 1.0, True, 3, "exact", id="w2-p128-narrow-exact"),
+    pytest.param(oracle.Shard(0, 2, 256), 128, 10, 0.25, False, 3, "fast", id="w2-p256"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("shard", "pitch", "columns", "sm_scale", "initialize", "ctas"), SCORE_CASES
+    ("shard", "pitch", "columns", "sm_scale", "initialize", "ctas", "precision"), SCORE_CASES
 )
-def test_scores_are_the_contract(shard, pitch, columns, sm_scale, initialize, ctas):
+def test_scores_are_the_contract(shard, pitch, columns, sm_scale, initialize, ctas, precision):
     inputs = make_inputs(WINDOW, shard, pitch)
     before = np.full((WINDOW.tokens + 3, 4, columns), _UNTOUCHED, np.float32)
     actual = run(
@@ -131,7 +133,7 @@ def test_scores_are_the_contract(shard, pitch, columns, sm_scale, initialize, ct
         fp8(inputs.query),
         fp8(inputs.keys),
         inputs.table,
-        WINDOW.plan(),
+        WINDOW.plan(ctas),
         before,
         rank=shard.rank,
         world_size=shard.world_size,
@@ -139,7 +141,7 @@ def test_scores_are_the_contract(shard, pitch, columns, sm_scale, initialize, ct
         row_offset=shard.row_offset,
         sm_scale=sm_scale,
         initialize=initialize,
-        precision="fast",
+        precision=precision,
         target=Target(ctas, interpret=True),
     )
     plane = reference(WINDOW, inputs, columns, shard, sm_scale=sm_scale, initialize=initialize)
@@ -147,17 +149,17 @@ def test_scores_are_the_contract(shard, pitch, columns, sm_scale, initialize, ct
 
 
 ROW_CASES = [
-    # shard, pitch, forced begin and end, ctas
-    pytest.param(oracle.Shard(3, 4, 128), 32, 0, 1, 4, id="w4-p128"),
-    pytest.param(oracle.Shard(1, 2, 128, 16), 80, 2, 3, 6, id="w2-p128-compound"),
-    pytest.param(oracle.Shard(3, 4, 256), 64, 1, 2, 9, id="w4-p256"),
+    # shard, pitch, forced begin and end, ctas, precision
+    pytest.param(oracle.Shard(3, 4, 128), 32, 0, 1, 4, "fast", id="w4-p128"),
+    pytest.param(oracle.Shard(1, 2, 128, 16), 80, 2, 3, 6, "fast", id="w2-p128-compound"),
+    pytest.param(oracle.Shard(3, 4, 256), 64, 1, 2, 9, "exact", id="w4-p256-exact"),
 ]
 # More than 16 blocks, cut over several CTAs; a segment that sees fewer than its positions' blocks.
 LONG_WINDOW = Window([6, 20, 2], [5000, 300, 0], [5006, 200, 2], tail=3)
 
 
-@pytest.mark.parametrize(("shard", "pitch", "begin", "end", "ctas"), ROW_CASES)
-def test_rows_are_the_selection_of_the_scores(shard, pitch, begin, end, ctas):
+@pytest.mark.parametrize(("shard", "pitch", "begin", "end", "ctas", "precision"), ROW_CASES)
+def test_rows_are_the_selection_of_the_scores(shard, pitch, begin, end, ctas, precision):
     window = LONG_WINDOW
     inputs = make_inputs(window, shard, pitch)
     inputs.query[window.tokens // 2] = 0  # all scores tie
@@ -168,7 +170,7 @@ def test_rows_are_the_selection_of_the_scores(shard, pitch, begin, end, ctas):
         fp8(inputs.query),
         fp8(inputs.keys),
         inputs.table,
-        window.plan(),
+        window.plan(ctas),
         counts,
         before,
         rank=shard.rank,
@@ -177,7 +179,7 @@ def test_rows_are_the_selection_of_the_scores(shard, pitch, begin, end, ctas):
         row_offset=shard.row_offset,
         force_begin_blocks=begin,
         force_end_blocks=end,
-        precision="fast",
+        precision=precision,
         target=Target(ctas, interpret=True),
     )
     plane = reference(window, inputs, 48, shard)

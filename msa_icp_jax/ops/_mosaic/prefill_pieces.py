@@ -34,8 +34,8 @@ _LOWEST = float("-inf")
 _HALF = ROWS // 2  # query rows that are multiplied at once
 _FRAGMENT = _HALF * KEYS // 128  # products of a thread
 _PRODUCTS = plgpu.Layout.WG_STRIDED((_HALF * KEYS,), 1)
-_PRODUCTS_TYPE = plgpu.ShapeDtypeStruct((_HALF * KEYS,), jnp.float32, _PRODUCTS)
-_TILED = (plgpu.TilingTransform((8, HEAD_DIM)), plgpu.SwizzleTransform(HEAD_DIM))
+_PRODUCTS_TYPE = plgpu.ShapeDtypeStruct((_HALF * KEYS,), np.dtype(np.float32), _PRODUCTS)
+_ATOM = 128  # bytes of a row that lie together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +84,13 @@ class Causal(NamedTuple):
 # ---- products: 64 query rows x 128 keys, multiplied while the warpgroup does something else ----
 
 
+def rows_layout(dtype: Any) -> tuple[Any, Any]:
+    """The transforms of [.., rows, 128] matrices in shared memory that can be multiplied."""
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    return tiling((8, _ATOM // jnp.dtype(dtype).itemsize)), swizzle(_ATOM)
+
+
 def start_products(queries: Any, keys: Any, interpret: bool) -> jax.Array:
     """Starts multiplying; the result may be read after `settle_products`.
 
@@ -91,8 +98,8 @@ def start_products(queries: Any, keys: Any, interpret: bool) -> jax.Array:
     lets no instruction touch registers of that kind while other products are in flight.
 
     Args:
-      queries: ref, float8_e4m3fn [64, 128], shared memory.
-      keys: ref, float8_e4m3fn [128, 128], shared memory.
+      queries: ref, float8_e4m3fn or float16 [64, 128], shared memory.
+      keys: ref, [128, 128] of the same type, shared memory.
       interpret: take the stock ops, which multiply at once.
     """
     if interpret:
@@ -103,25 +110,31 @@ def start_products(queries: Any, keys: Any, interpret: bool) -> jax.Array:
 
         return pl.run_scoped(multiply, plgpu.ACC((_HALF, KEYS), jnp.float32)).reshape(-1)
 
+    fp8 = queries.dtype == jnp.float8_e4m3fn
+    row_bytes = HEAD_DIM * queries.dtype.itemsize
+    kind = "k32.f32.e4m3.e4m3" if fp8 else "k16.f32.f16.f16"
+    flags = "1, 1" if fp8 else "1, 1, 0, 0"  # no negation, no transposition
+    tiled = rows_layout(queries.dtype)
+
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(_TILED), plgpu.RefType(_TILED)),
-        return_type=_PRODUCTS_TYPE,
+        arg_types=(plgpu.RefType(tiled), plgpu.RefType(tiled)), return_type=_PRODUCTS_TYPE
     )
     def start(_: Any, queries: Any, keys: Any) -> Any:
         anything = [Lane(llvm.mlir_undef(lanes.f32()))] * _FRAGMENT
         out = ", ".join(f"${i}" for i in range(_FRAGMENT))
         a, b = f"${2 * _FRAGMENT}", f"${2 * _FRAGMENT + 1}"
         text = ["{ .reg .pred adds; .reg .b64 a, b;", "wgmma.fence.sync.aligned;"]
-        for step in range(HEAD_DIM // 32):
+        for at in range(0, row_bytes, 32):
+            # Of 8 rows, 128 bytes each lie together.
+            offset = at // _ATOM * 8 * _ATOM + at % _ATOM
             text += [
-                f"setp.ne.b32 adds, {min(step, 1)}, 0;",
-                f"add.s64 a, {a}, {2 * step};",  # 32 bytes further on
-                f"add.s64 b, {b}, {2 * step};",
-                "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
-                f"{{{out}}}, a, b, adds, 1, 1;",
+                f"setp.ne.b32 adds, {min(at, 1)}, 0;",
+                f"add.s64 a, {a}, {offset >> 4};",
+                f"add.s64 b, {b}, {offset >> 4};",
+                f"wgmma.mma_async.sync.aligned.m64n128{kind} {{{out}}}, a, b, adds, {flags};",
             ]
         text += ["wgmma.commit_group.sync.aligned; }"]
-        operands = [_matrix(queries), _matrix(keys)]
+        operands = [_matrix(x, row_bytes) for x in (queries, keys)]
         return as_array(_in_place("\n".join(text), anything, operands), _PRODUCTS)
 
     return start(queries, keys)
@@ -140,10 +153,10 @@ def settle_products(products: jax.Array, in_flight: int, interpret: bool) -> jax
     return settle(products)
 
 
-def _matrix(tile: Any) -> Lane:
-    """The descriptor of a K-major fp8 tile [rows, 128] with the 128-byte swizzle."""
+def _matrix(tile: Any, row_bytes: int) -> Lane:
+    """The descriptor of a K-major tile in shared memory with the 128-byte swizzle."""
     address = Lane(llvm.ptrtoint(lanes.i64(), mgpu.utils.memref_ptr(tile)))
-    eight_rows = 8 * HEAD_DIM >> 4
+    eight_rows = 8 * row_bytes >> 4
     return ((address & 0x3FFFF) >> 4) | ((1 << 62) | (eight_rows << 32))
 
 
@@ -193,20 +206,16 @@ def lane_maxima(
 
     @plgpu.inline_mgpu(
         arg_types=(_PRODUCTS, *[_SCALAR] * len(scalars)),
-        return_type=plgpu.ShapeDtypeStruct((count * ROWS,), jnp.float32, layout),
+        return_type=plgpu.ShapeDtypeStruct((count * ROWS,), np.dtype(np.float32), layout),
     )
     def reduce(_: Any, products: Any, *scalars: Any) -> Any:
         place = Place()
-        limits = (
-            _causal_limits(place, m, *(lanes.scalar(s) for s in scalars), pages)
-            if scalars
-            else None
-        )
+        hides = Causal(*(lanes.scalar(s) for s in scalars)) if scalars else None
         # Four elements of every 8 columns: two of row 0, two of row 8 below it.
         tiles = np.array(of_array(products), dtype=object)
         tiles = tiles.reshape(pages.count, pages.rows // 8, 2, 2)
         best = [
-            _page_maximum(tiles[g, :, i], limits and limits[i][g])
+            _page_maximum(tiles[g, :, i], hides and _visible_below(place, m, i, g, hides, pages))
             for i in range(2)
             for g in range(pages.count)
         ]
@@ -367,16 +376,13 @@ def row_maxima(place: Place, upper: Any, lower: Any, pages: StepPages) -> list[L
     return _row_per_lane(place, best)
 
 
-def _causal_limits(
-    place: Place, m: int, position: Lane, keys: Lane, first_key: Lane, pages: StepPages
-) -> list[list[Lane]]:
-    """Per i and page: this lane's column 8 n + e of a page is visible below the limit."""
-    limits = []
-    for i in range(2):
-        token = (place.first_row + (64 * m + 8 * i)) >> 2
-        room = _seen(position + token, keys) - first_key - place.quad * 2
-        limits.append([room - g * pages.size for g in range(pages.count)])
-    return limits
+def _visible_below(
+    place: Place, m: int, i: int, page: int, causal: Causal, pages: StepPages
+) -> Lane:
+    """Row (m, i) sees this lane's column 8 n + e of a page where 8 n + e is below this."""
+    token = (place.first_row + (64 * m + 8 * i)) >> 2
+    seen = _seen(causal.position + token, causal.keys)
+    return seen - causal.first_key - place.quad * 2 - page * pages.size
 
 
 def as_array(elements: Sequence[Lane], layout: Any) -> Any:

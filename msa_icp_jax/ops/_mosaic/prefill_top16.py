@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -142,7 +143,7 @@ def row_bounds(
         found = jnp.repeat(lax.fori_loop(0, ROWS // NUM_HEADS, load, found), NUM_HEADS)
         return _bounds_stock(jnp.where((row >= begin) & (row < end), found, 0), offset, facts)
 
-    result = plgpu.ShapeDtypeStruct((ROWS,), jnp.int32, _PER_ROW)
+    result = plgpu.ShapeDtypeStruct((ROWS,), np.dtype(np.int32), _PER_ROW)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), *[_SCALAR] * 4), return_type=(result, result, result)
@@ -559,15 +560,15 @@ def _best_of_two(old: list[Lane], new: list[Lane]) -> tuple[list[Lane], Lane]:
     for a, b in _sorting_network(TOPK):
         new[a], new[b] = maximum(new[a], new[b]), _lower(new[a], new[b])
     pairs = list(zip(old, reversed(new), strict=True))
-    both = [maximum(a, b) for a, b in pairs]
-    lost = [_lower(a, b) for a, b in pairs]
+    both = [maximum(x, y) for x, y in pairs]
+    lost = [_lower(x, y) for x, y in pairs]
     step = TOPK // 2
     while step:
         for i in range(TOPK):
             if not i & step:
-                a, b = both[i], both[i + step]
-                both[i], both[i + step] = maximum(a, b), _lower(a, b)
-        lost = [maximum(a, b) for a, b in zip(lost[:step], lost[step:], strict=True)]
+                x, y = both[i], both[i + step]
+                both[i], both[i + step] = maximum(x, y), _lower(x, y)
+        lost = [maximum(x, y) for x, y in zip(lost[:step], lost[step:], strict=True)]
         step //= 2
     return both, lost[0]
 
@@ -742,9 +743,9 @@ def _store_pair(place: Words, score: Lane, column: Lane) -> None:
 
 
 def _best_types() -> Any:
-    per_row = plgpu.ShapeDtypeStruct((ROWS,), jnp.int32, _PER_ROW)
+    per_row = plgpu.ShapeDtypeStruct((ROWS,), np.dtype(np.int32), _PER_ROW)
     return (
-        plgpu.ShapeDtypeStruct((TOPK * ROWS,), jnp.float32, _PER_LIST),
+        plgpu.ShapeDtypeStruct((TOPK * ROWS,), np.dtype(np.float32), _PER_LIST),
         per_row,
         per_row,
     )

@@ -1,4 +1,4 @@
-"""The prefill scorer on Hopper: fp8 WGMMA, a persistent grid that walks the window's work list.
+"""The prefill scorer on Hopper: WGMMA, a persistent grid that walks the window's work list.
 
 A CTA has one producer warp and two consumer warpgroups. It walks its range of the work list (see
 `prefill_plan.balance`) piece by piece: the 256 query rows of a tile (64 tokens x 4 heads, 128 rows
@@ -9,6 +9,9 @@ each other by themselves, one multiplies while the other takes maxima.
 
 Keys that do not exist (bad page ids, pages past the segment or the table) arrive as NaN, which a
 maximum skips; positions are compared only in the steps that reach past the first token's position.
+
+In exact precision a third warpgroup converts the keys to float16 on their way to the consumers,
+whose products are then summed in float32; fp8 products are summed in about 14 bits.
 
 What becomes of the maxima is a sink's business: `_PlaneSink` stores them, `_ListSink` keeps the
 Top16 of every row.
@@ -49,6 +52,7 @@ from msa_icp_jax.ops._mosaic.prefill_pieces import (
     StepPages,
     fill_hidden,
     lane_maxima,
+    rows_layout,
     settle_products,
     start_products,
     store_maxima,
@@ -58,12 +62,40 @@ from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan.balance import TILE_TOKENS, UNIT_POSITIONS
 from msa_icp_jax.rows import ROW_WORDS
 
-_STAGES = 8  # key steps in flight
-_STAGES_BESIDE_LOGS = 6
 _CONSUMERS = 2
 _TILE_ROWS = TILE_TOKENS * NUM_HEADS
 _CONSUMER_TOKENS = TILE_TOKENS // _CONSUMERS
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """How the shared memory and the registers of an SM are spent.
+
+    Attributes:
+      query_slots: pieces whose queries are held.
+      key_slots: key steps held, ready to be multiplied.
+      raw_slots: key steps held that wait to be converted to float16; 0: keys are multiplied as fp8.
+      registers: of a thread of the consumers, the producer and the converter.
+    """
+
+    query_slots: int
+    key_slots: int
+    raw_slots: int
+    registers: tuple[int, ...]
+
+    @property
+    def exact(self) -> bool:
+        return self.raw_slots > 0
+
+    @property
+    def warpgroups(self) -> int:
+        return _CONSUMERS + 1 + self.exact
+
+
+_FAST = _Shape(2, 8, 0, (232, 40))
+_FAST_BESIDE_LOGS = _Shape(2, 6, 0, (232, 40))
+_EXACT = _Shape(1, 3, 3, (184, 40, 104))
+_EXACT_BESIDE_LOGS = _Shape(1, 2, 2, (224, 24, 40))
 
 
 def prefill_scores(
@@ -89,15 +121,14 @@ def prefill_scores(
       q: float8_e4m3fn [T, 4, 128].
       k: float8_e4m3fn [pages, rows, 128]; this rank's rows of a page start at `row_offset`.
       block_table: int32 [B, width].
-      plan: the window's segments, with total_q <= T.
+      plan: the window's segments and their work list, with total_q <= T.
       max_score: float32 [>= T, 4, K].
       rank: int or traced int32 scalar.
       world_size, page_size, row_offset, sm_scale, initialize, enable_pdl: as in the contract.
       precision: "fast" (fp8 products, about 14 bits) or "exact" (float32 sums).
       target: the machine to build for.
     """
-    del precision  # for now
-    work = balance.prefill_work(plan, target.sms)
+    work = _work_of(plan)
     steps = _Steps(world_size, page_size, row_offset, q.shape[0], max_score.shape[2])
     plane = Plane(steps.step_pages, steps.columns, sm_scale, initialize)
     scores = jax.new_ref(max_score)
@@ -110,7 +141,7 @@ def prefill_scores(
         work,
         rank,
         (work.tile_of, scores),
-        stages=_STAGES,
+        shape=_EXACT if precision == "exact" else _FAST,
         steps=steps,
         pdl=enable_pdl,
         target=target,
@@ -148,8 +179,7 @@ def prefill_rows(
       q, k, block_table, plan, rank, world_size, page_size, row_offset, precision, enable_pdl,
         target: as in `prefill_scores`.
     """
-    del precision  # for now
-    work = balance.prefill_work(plan, target.sms)
+    work = _work_of(plan)
     scale = column_scale(page_size)
     steps = _Steps(world_size, page_size, row_offset, q.shape[0], MAX_BLOCKS // scale)
     facts = Selection(
@@ -169,7 +199,7 @@ def prefill_rows(
         work,
         rank,
         (num_valid_pages,),
-        stages=_STAGES_BESIDE_LOGS,
+        shape=_EXACT_BESIDE_LOGS if precision == "exact" else _FAST_BESIDE_LOGS,
         steps=steps,
         pdl=enable_pdl,
         target=target,
@@ -244,33 +274,78 @@ def _rank_scalars(rank: Any, steps: _Steps) -> jax.Array:
     return jnp.stack([rank, jnp.asarray(offset, jnp.int32)])
 
 
-class _Ring(NamedTuple):
-    """Shared memory between the producer and the consumers."""
+def _work_of(plan: MSAIcpScorePlan) -> balance.PrefillWork:
+    if plan.work is None:
+        raise ValueError('plan must be built for backend "mosaic": it has no work list')
+    return plan.work
 
-    queries: Any
-    keys: Any
-    queries_full: Any
-    queries_free: Any
-    keys_full: Any
-    keys_free: Any
+
+class _Buffer(NamedTuple):
+    """Slots of shared memory, filled in turn by one side and freed by the other."""
+
+    data: Any
+    full: Any
+    free: Any
 
     @staticmethod
-    def types(pages: int, stages: int) -> _Ring:
-        fp8 = jnp.float8_e4m3fn
-        layout = (plgpu.TilingTransform((8, HEAD_DIM)), plgpu.SwizzleTransform(HEAD_DIM))
-        return _Ring(
-            queries=plgpu.SMEM((2, _CONSUMERS, ROWS, HEAD_DIM), fp8, transforms=layout),
-            keys=plgpu.SMEM((stages, KEYS, HEAD_DIM), fp8, transforms=layout),
-            queries_full=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2),
-            queries_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2),
-            keys_full=plgpu.Barrier(num_arrivals=pages, num_barriers=stages),
-            keys_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+    def types(slots: int, shape: tuple[int, ...], dtype: Any, fills: int, frees: int) -> _Buffer:
+        return _Buffer(
+            plgpu.SMEM((slots, *shape, HEAD_DIM), dtype, transforms=rows_layout(dtype)),
+            plgpu.Barrier(num_arrivals=fills, num_barriers=slots),
+            plgpu.Barrier(num_arrivals=frees, num_barriers=slots),
         )
 
     @property
-    def stages(self) -> int:
-        """Key steps in flight."""
-        return self.keys.shape[0]
+    def slots(self) -> int:
+        return self.data.shape[0]
+
+    def slot(self, turn: Any) -> Any:
+        return lax.rem(turn, self.slots)
+
+    def wait_full(self, turn: Any) -> None:
+        plgpu.barrier_wait(self.full.at[self.slot(turn)])
+
+    def release(self, turn: Any) -> None:
+        plgpu.barrier_arrive(self.free.at[self.slot(turn)])
+
+    def wait_free(self, turn: Any) -> None:
+        """Waits until the slot of this turn may be filled."""
+
+        @pl.when(turn >= self.slots)
+        def _() -> None:
+            plgpu.barrier_wait(self.free.at[self.slot(turn)])
+
+    def drain(self, turns: Any) -> None:
+        """Waits until all slots are free: every phase of a barrier has to be waited for."""
+
+        @pl.loop(jnp.maximum(turns - self.slots, 0), turns)
+        def _(turn: Any) -> None:
+            plgpu.barrier_wait(self.free.at[self.slot(turn)])
+
+
+class _Ring(NamedTuple):
+    """Shared memory between the producer, the converter and the consumers."""
+
+    queries: _Buffer
+    keys: _Buffer
+    raw: _Buffer | None
+
+    @staticmethod
+    def types(pages: int, shape: _Shape) -> _Ring:
+        fp8 = jnp.float8_e4m3fn
+        dtype = jnp.float16 if shape.exact else fp8
+        key_fills = 1 if shape.exact else pages
+        raw = _Buffer.types(shape.raw_slots, (KEYS,), fp8, pages, 1) if shape.exact else None
+        return _Ring(
+            _Buffer.types(shape.query_slots, (_CONSUMERS, ROWS), dtype, _CONSUMERS, _CONSUMERS),
+            _Buffer.types(shape.key_slots, (KEYS,), dtype, key_fills, _CONSUMERS),
+            raw,
+        )
+
+    @property
+    def loaded(self) -> _Buffer:
+        """Where keys arrive."""
+        return self.keys if self.raw is None else self.raw
 
 
 def _run(
@@ -283,10 +358,10 @@ def _run(
     rank: Any,
     more: tuple[Any, ...],
     *,
+    shape: _Shape,
     steps: _Steps,
     pdl: bool,
     target: Target,
-    stages: int,
     out_type: Any = (),
     scratch: dict[str, Any] | None = None,
 ) -> Any:
@@ -295,14 +370,19 @@ def _run(
     padding = round_up(steps.tokens, TILE_TOKENS) * NUM_HEADS - query.shape[0]
     if padding:
         query = jnp.pad(query, ((0, padding), (0, 0)))
+    if shape.exact:
+        query = query.astype(jnp.float16)
+    kernel = functools.partial(
+        _kernel, make_sink=make_sink, shape=shape, steps=steps, pdl=pdl, target=target
+    )
     return launch.launch(
-        functools.partial(_kernel, make_sink=make_sink, steps=steps, pdl=pdl, target=target),
+        kernel,
         name=name,
         target=target,
-        grid=(target.sms,),
-        warpgroups=_CONSUMERS + 1,
+        grid=(work.ranges.shape[0],),
+        warpgroups=shape.warpgroups,
         out_type=out_type,
-        scratch_types={"ring": _Ring.types(steps.pages, stages), **(scratch or {})},
+        scratch_types={"ring": _Ring.types(steps.pages, shape), **(scratch or {})},
     )(
         query,
         k,
@@ -325,6 +405,7 @@ def _kernel(
     scalars: Any,
     *sink_refs: Any,
     make_sink: Callable[..., Any],
+    shape: _Shape,
     steps: _Steps,
     pdl: bool,
     target: Target,
@@ -340,12 +421,12 @@ def _kernel(
 
     @pl.when(warpgroup < _CONSUMERS)
     def _() -> None:
-        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+        plgpu.set_max_registers(shape.registers[0], action="increase")
         _consume(work, ring, sink, scalars[0], steps, target.interpret)
 
     @pl.when(warpgroup == _CONSUMERS)
     def _() -> None:
-        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+        plgpu.set_max_registers(shape.registers[1], action="decrease")
 
         @plgpu.warp_map
         def _(warp: Any) -> None:
@@ -354,6 +435,13 @@ def _kernel(
                 _produce(work, ring, query, k, block_table, hidden, steps)
 
             sink.run_aside(warp - 1)
+
+    if shape.exact:
+
+        @pl.when(warpgroup == _CONSUMERS + 1)
+        def _() -> None:
+            plgpu.set_max_registers(shape.registers[2], action="decrease")
+            _convert(work, ring, steps)
 
 
 class _Piece(NamedTuple):
@@ -460,21 +548,23 @@ def _produce(
         piece, loaded = carry
         following = work.piece(index + 1, steps)
         ids = page_ids(piece, piece.begin)
-        slot = lax.rem(index, 2)
-        _wait_free(ring.queries_free.at[slot], index >= 2)
+        queries = ring.queries
+        slot = queries.slot(index)
+        queries.wait_free(index)
         for half in range(_CONSUMERS):
             rows = pl.ds(piece.tile * _TILE_ROWS + half * ROWS, ROWS)
-            place = ring.queries.at[slot, half]
-            plgpu.copy_gmem_to_smem(query.at[rows], place, ring.queries_full.at[slot])
+            plgpu.copy_gmem_to_smem(
+                query.at[rows], queries.data.at[slot, half], queries.full.at[slot]
+            )
 
         def one_step(step: Any, carry: Any) -> Any:
             loaded, ids = carry
             next_ids = page_ids(piece, step + 1)  # under way while this step is copied
-            slot = lax.rem(loaded, ring.stages)
-            _wait_free(ring.keys_free.at[slot], loaded >= ring.stages)
+            slot = ring.loaded.slot(loaded)
+            ring.loaded.wait_free(loaded)
             for g, page in enumerate(ids):
-                place = ring.keys.at[slot, pl.ds(g * steps.rows, steps.rows)]
-                load_page(page, place, ring.keys_full.at[slot])
+                place = ring.loaded.data.at[slot, pl.ds(g * steps.rows, steps.rows)]
+                load_page(page, place, ring.loaded.full.at[slot])
             return loaded + 1, next_ids
 
         loaded, _ = lax.fori_loop(piece.begin, piece.end, one_step, (loaded, ids))
@@ -483,20 +573,41 @@ def _produce(
     start = (work.first_piece(steps), jnp.int32(0))
     _, loaded = lax.fori_loop(0, work.count, one_piece, start)
 
-    # Every phase of a barrier is waited for, the last ones too.
-    @pl.loop(jnp.maximum(work.count - 2, 0), work.count)
-    def _(index: Any) -> None:
-        plgpu.barrier_wait(ring.queries_free.at[lax.rem(index, 2)])
-
-    @pl.loop(jnp.maximum(loaded - ring.stages, 0), loaded)
-    def _(step: Any) -> None:
-        plgpu.barrier_wait(ring.keys_free.at[lax.rem(step, ring.stages)])
+    ring.queries.drain(work.count)
+    ring.loaded.drain(loaded)
 
 
-def _wait_free(barrier: Any, used: Any) -> None:
-    @pl.when(used)
-    def _() -> None:
-        plgpu.barrier_wait(barrier)
+def _convert(work: _Range, ring: _Ring, steps: _Steps) -> None:
+    """One warpgroup: keys from float8_e4m3fn to float16, which holds every value of it."""
+    raw, keys = ring.raw, ring.keys
+    assert raw is not None
+
+    def one_step(turn: Any) -> None:
+        raw.wait_full(turn)
+        keys.wait_free(turn)
+
+        @pl.loop(0, KEYS // 64)
+        def _(part: Any) -> None:  # a loop, so that the registers of one part do for all
+            rows = pl.ds(part * 64, 64)
+            some = plgpu.load(
+                raw.data.at[raw.slot(turn), rows], layout=plgpu.Layout.WGMMA_UPCAST_2X
+            )
+            some = plgpu.layout_cast(some.astype(jnp.float16), plgpu.Layout.WGMMA)
+            keys.data[keys.slot(turn), rows] = some
+
+        raw.release(turn)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(keys.full.at[keys.slot(turn)])
+
+    def one_piece(index: Any, carry: Any) -> Any:
+        piece, turn = carry
+        end = turn + jnp.maximum(piece.end - piece.begin, 0)
+        pl.loop(turn, end)(one_step)
+        return work.piece(index + 1, steps), end
+
+    start = (work.first_piece(steps), jnp.int32(0))
+    _, turns = lax.fori_loop(0, work.count, one_piece, start)
+    keys.drain(turns)
 
 
 class _Rows(NamedTuple):
@@ -544,15 +655,14 @@ def _consume(
     def one_piece(index: Any, carry: Any) -> Any:
         piece, done = carry
         following = work.piece(index + 1, steps)
-        slot = lax.rem(index, 2)
-        plgpu.barrier_wait(ring.queries_full.at[slot])
+        ring.queries.wait_full(index)
 
         @pl.when(piece.begin < piece.end)
         def _() -> None:
-            queries = ring.queries.at[slot, half]
+            queries = ring.queries.data.at[ring.queries.slot(index), half]
             _consume_piece(piece, index, done, queries, ring, sink, rank, steps, interpret)
 
-        plgpu.barrier_arrive(ring.queries_free.at[slot])
+        ring.queries.release(index)
         return following, done + jnp.maximum(piece.end - piece.begin, 0)
 
     lax.fori_loop(0, work.count, one_piece, (work.first_piece(steps), jnp.int32(0)))
@@ -572,9 +682,6 @@ def _consume_piece(
     """One piece, which has steps; `done` steps came before it."""
     rows = _Rows.of(piece, lax.axis_index(WARPGROUP))
 
-    def key_slot(step: Any) -> Any:
-        return lax.rem(done + step - piece.begin, ring.stages)
-
     def causal_of(step: Any) -> Causal:
         return Causal(rows.position, piece.keys, step * steps.positions + rank * steps.rows)
 
@@ -584,12 +691,11 @@ def _consume_piece(
 
     def multiply(step: Any, may_hide: bool, meanwhile: Callable[[], Any]) -> Any:
         """The step's maxima, and the result of what is done while its products are under way."""
-        slot = key_slot(step)
-        plgpu.barrier_wait(ring.keys_full.at[slot])
+        turn = done + step - piece.begin
+        ring.keys.wait_full(turn)
+        keys = ring.keys.data.at[ring.keys.slot(turn)]
         products = [
-            start_products(
-                queries.at[pl.ds(m * ROWS // 2, ROWS // 2)], ring.keys.at[slot], interpret
-            )
+            start_products(queries.at[pl.ds(m * ROWS // 2, ROWS // 2)], keys, interpret)
             for m in range(2)
         ]
         result = meanwhile()
@@ -597,7 +703,7 @@ def _consume_piece(
         for m in range(2):
             settled = settle_products(products[m], 1 - m, interpret)
             if m:
-                plgpu.barrier_arrive(ring.keys_free.at[slot])
+                ring.keys.release(turn)
             causal = causal_of(step) if may_hide else None
             maxima.append(lane_maxima(settled, m, causal, steps.step_pages, interpret))
         return tuple(maxima), result
@@ -611,7 +717,8 @@ def _consume_piece(
     carry = multiply(piece.begin, True, lambda: sink.start(rows))
     carry = lax.fori_loop(first, whole, functools.partial(one_step, may_hide=False), carry)
     carry = lax.fori_loop(whole, piece.end, functools.partial(one_step, may_hide=True), carry)
-    sink.finish(take(piece.end - 1, *carry, may_hide=True), rows, index)
+    maxima, state = carry
+    sink.finish(take(piece.end - 1, maxima, state, True), rows, index)
 
 
 class _PlaneSink:
@@ -630,6 +737,7 @@ class _PlaneSink:
         del scalars
         self.steps, self.plane, self.target = steps, plane, target
         self.tiles, self.tile_of, self.scores = work.tiles, tile_of, scores
+        self.ctas = work.ranges.shape[0]
 
     def start(self, rows: _Rows) -> tuple[()]:
         return ()
@@ -655,13 +763,13 @@ class _PlaneSink:
         """The three idle warps: -inf into the columns that no piece writes, a token at a time."""
         if not self.plane.initialize:
             return
-        stride = 3 * self.target.sms
+        stride = 3 * self.ctas
 
         @pl.when(warp >= 0)
         def _() -> None:
             @pl.loop(0, cdiv(self.steps.tokens, stride))
             def _(turn: Any) -> None:
-                token = turn * stride + warp * self.target.sms + lax.axis_index(CTA)
+                token = turn * stride + warp * self.ctas + lax.axis_index(CTA)
 
                 @pl.when(token < self.steps.tokens)
                 def _() -> None:

@@ -1,0 +1,233 @@
+"""The prefill kernels on the GPU: the machine pieces against the oracle.
+
+The interpreter tests hold the stock-op twins to the same oracle, so both forms agree.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import inputs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from msa_icp_jax.ops._mosaic.launch import current_target
+from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
+from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan_device as device_plan
+from msa_icp_jax.ops.prefill_score import mosaic
+
+
+def _is_hopper() -> bool:
+    device = jax.devices()[0]
+    return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not _is_hopper(), reason="needs a GPU of compute capability 9.0"),
+]
+
+_EPS = {"fast": 2**-10, "exact": 2**-17}
+_SHARDS = [(4, 128), (2, 128), (4, 256), (2, 256)]
+# Query tokens, first position, keys: prefix hits, nothing, a whole prompt, a lone late token.
+_QO, _OFFSET, _KV = [3, 0, 70, 1, 150], [600, 0, 0, 19999, 5000], [700, 50, 70, 20000, 5100]
+_TAIL = 5  # query rows of no segment
+
+
+def _plan(qo: list[int], offset: list[int], kv: list[int], tail: int) -> MSAIcpScorePlan:
+    starts, key_starts = (np.concatenate([[0], np.cumsum(x)]) for x in (qo, kv))
+    arrays = (jnp.asarray(x, jnp.int32) for x in (qo, kv, starts, key_starts, offset))
+    total = sum(qo) + tail
+    plan = device_plan(*arrays, 4, total_q=total, max_query_len=total, max_seq_len=1 << 20)
+    return replace(plan, work=balance.prefill_work(plan, current_target().sms))
+
+
+def _jitted(kernel: Any, shard: oracle.Shard, *, donate: int, **options: Any) -> Any:
+    """The kernel under jit; the rank is traced, the buffer donated."""
+    call = functools.partial(
+        kernel,
+        world_size=shard.world_size,
+        page_size=shard.page_size,
+        row_offset=shard.row_offset,
+        target=current_target(),
+        **options,
+    )
+    return jax.jit(lambda rank, *arrays: call(*arrays, rank=rank), donate_argnums=donate + 1)
+
+
+def _repeat(call: Any, rank: int, arrays: tuple[Any, ...], donate: int) -> np.ndarray:
+    """The result of a call in place; five more give the same bits."""
+
+    def once() -> np.ndarray:
+        given = [jnp.array(x) if i == donate else x for i, x in enumerate(arrays)]
+        pointer = given[donate].unsafe_buffer_pointer()
+        out = call(jnp.int32(rank), *given)
+        assert out.unsafe_buffer_pointer() == pointer
+        return np.asarray(out)
+
+    first = once()
+    for _ in range(5):
+        np.testing.assert_array_equal(once().view(np.int32), first.view(np.int32))
+    return first
+
+
+def _scores(
+    shard: oracle.Shard,
+    queries: np.ndarray,
+    keys: np.ndarray,
+    columns: int,
+    precision: str,
+    *,
+    sm_scale: float = 1.0,
+    initialize: bool = True,
+    pdl: bool = True,
+) -> tuple[np.ndarray, np.ndarray, oracle.ScorePlane]:
+    rng = np.random.default_rng(1)
+    width = -(-max(_KV) // shard.page_size)
+    table = inputs.block_table(rng, _KV, shard.page_size, width, len(keys), bad_share=0.1)
+    before = inputs.any_bits(rng, (len(queries) + 3, 4, columns))
+    call = _jitted(
+        mosaic.prefill_scores,
+        shard,
+        donate=4,
+        sm_scale=sm_scale,
+        initialize=initialize,
+        precision=precision,
+        enable_pdl=pdl,
+    )
+    arrays = (inputs.fp8(queries), inputs.fp8(keys), jnp.asarray(table))
+    actual = _repeat(call, shard.rank, (*arrays, _plan(_QO, _OFFSET, _KV, _TAIL), before), donate=4)
+    plane = oracle.prefill_plane(
+        queries,
+        keys,
+        table,
+        _QO,
+        _KV,
+        _OFFSET,
+        columns,
+        shard,
+        sm_scale=sm_scale,
+        initialize=initialize,
+    )
+    return actual, before, plane
+
+
+@pytest.mark.parametrize("precision", ["fast", "exact"])
+@pytest.mark.parametrize(("world_size", "page_size"), _SHARDS)
+def test_integer_scores_are_bit_exact(world_size, page_size, precision):
+    rng = np.random.default_rng(page_size)
+    shard = oracle.Shard(world_size - 1, world_size, page_size)
+    queries = inputs.integer_queries(rng, sum(_QO) + _TAIL)
+    keys = inputs.integer_keys(rng, 300, shard.rows)
+    actual, before, plane = _scores(shard, queries, keys, 161, precision)
+    oracle.check_scores(actual, before, plane, 0.0)
+
+
+@pytest.mark.parametrize("precision", ["fast", "exact"])
+@pytest.mark.parametrize("make", [inputs.normal_bytes, inputs.two_scale_bytes])
+def test_sums_are_as_precise_as_promised(make, precision):
+    rng = np.random.default_rng(3)
+    shard = oracle.Shard(1, 4, 128)
+    queries = make(rng, (sum(_QO) + _TAIL, 4, 128))
+    keys = make(rng, (300, shard.rows, 128))
+    actual, before, plane = _scores(
+        shard, queries, keys, 160, precision, sm_scale=-0.5, initialize=False, pdl=False
+    )
+    oracle.check_scores(actual, before, plane, _EPS[precision])
+
+
+def test_compound_pages():
+    rng = np.random.default_rng(4)
+    shard = oracle.Shard(3, 4, 128, row_offset=288)
+    queries = inputs.integer_queries(rng, sum(_QO) + _TAIL)
+    keys = oracle.compound_cache(inputs.integer_keys(rng, 300, shard.rows), 352, 288)
+    actual, before, plane = _scores(shard, queries, keys, 160, "fast", initialize=False)
+    oracle.check_scores(actual, before, plane, 0.0)
+
+
+def test_cache_over_two_gib():
+    """A tile's pages at both ends of a cache whose byte offsets pass 2**31 and 2**32."""
+    shard = oracle.Shard(1, 2, 256)
+    pages, rng = (1 << 32) // (shard.rows * 128) + 64, np.random.default_rng(5)
+    keys = inputs.integer_keys(rng, 16, shard.rows)
+    queries = inputs.integer_queries(rng, 64)
+    table = np.concatenate([np.arange(8), np.arange(pages - 8, pages)]).astype(np.int32)[None]
+    plan = _plan([64], [4032], [4096], 0)
+    cache = jnp.zeros((pages, shard.rows, 128), jnp.uint8)
+    cache = jax.jit(lambda c, k: c.at[:8].set(k[:8]).at[-8:].set(k[8:]), donate_argnums=0)(
+        cache, keys
+    )
+    before = np.zeros((64, 4, 16), np.float32)
+    call = _jitted(
+        mosaic.prefill_scores,
+        shard,
+        donate=4,
+        sm_scale=1.0,
+        initialize=True,
+        precision="fast",
+        enable_pdl=True,
+    )
+    cache = jax.lax.bitcast_convert_type(cache, jnp.float8_e4m3fn)
+    actual = call(
+        jnp.int32(1), inputs.fp8(queries), cache, jnp.asarray(table), plan, jnp.asarray(before)
+    )
+    plane = oracle.prefill_plane(
+        queries, keys, np.arange(16)[None], [64], [4096], [4032], 16, shard
+    )
+    oracle.check_scores(np.asarray(actual), before, plane, 0.0)
+
+
+@pytest.mark.parametrize("data", ["integers", "normal", "zeros"])
+@pytest.mark.parametrize(("world_size", "page_size"), _SHARDS)
+@pytest.mark.parametrize(("begin", "end"), [(0, 1), (2, 3)])
+def test_rows_are_the_selection_of_the_kernels_own_scores(world_size, page_size, begin, end, data):
+    """Bit for bit, ties included: 20,000 positions are cut over many CTAs and logs."""
+    rng = np.random.default_rng(6)
+    shard = oracle.Shard(world_size - 1, world_size, page_size)
+    tokens = sum(_QO) + _TAIL
+    queries = {
+        "integers": inputs.integer_queries(rng, tokens),
+        "normal": inputs.normal_bytes(rng, (tokens, 4, 128)),
+        "zeros": np.zeros((tokens, 4, 128), np.uint8),
+    }[data]
+    keys = inputs.normal_bytes(rng, (300, shard.rows, 128))
+    if data == "integers":
+        keys = inputs.integer_keys(rng, 300, shard.rows)
+    columns = -(-max(_KV) // shard.page_size)
+    scores, _, _ = _scores(shard, queries, keys, columns, "fast")
+    table = inputs.block_table(
+        np.random.default_rng(1), _KV, page_size, columns, len(keys), bad_share=0.1
+    )
+    counts = oracle.prefill_num_valid_pages(_QO, _OFFSET, tokens)
+    before = rng.integers(-9, 9, (4, tokens + 2, 33)).astype(np.int32)
+    call = _jitted(
+        mosaic.prefill_rows,
+        shard,
+        donate=5,
+        force_begin_blocks=begin,
+        force_end_blocks=end,
+        precision="fast",
+        enable_pdl=True,
+    )
+    arrays = (inputs.fp8(queries), inputs.fp8(keys), jnp.asarray(table))
+    actual = _repeat(
+        call,
+        shard.rank,
+        (*arrays, _plan(_QO, _OFFSET, _KV, _TAIL), jnp.asarray(counts), before),
+        donate=5,
+    )
+    expected = oracle.select(
+        scores[:tokens],
+        counts,
+        begin,
+        end,
+        index_scale=shard.index_scale,
+        index_offset=shard.index_offset,
+    )
+    np.testing.assert_array_equal(actual[:, :tokens], expected)
+    np.testing.assert_array_equal(actual[:, tokens:], before[:, tokens:])
