@@ -293,31 +293,38 @@ def test_no_requests():
 
 
 def million_key_inputs(page_size: int) -> Inputs:
-    """One request of 1 Mi keys over a small pool: pages repeat, so scores tie."""
+    """A request of 1 Mi keys beside two small ones; pages repeat, so scores tie.
+
+    Pages 0 to 7 come once each, near the end, and hold the best keys of the long one's head 0.
+    """
     rng = np.random.default_rng(4)
-    length, pages = 1 << 20, 192
-    layout = Layout(4, page_size)
-    return Inputs(
-        inputs.integer_queries(rng, 2)[1:],
-        inputs.integer_keys(rng, pages, layout.page_rows),
-        inputs.block_table(rng, [length], page_size, length // page_size, pages, bad_share=0.01),
-        np.array([length], np.int32),
-    )
+    lens, pages, once = [300, 1 << 20, 0], 192, 8
+    layout, columns = Layout(4, page_size), (1 << 20) // page_size
+    queries = inputs.integer_queries(rng, len(lens))
+    keys = inputs.integer_keys(rng, pages, layout.page_rows)
+    keys[:once] = oracle.e4m3_encode(4 * np.sign(oracle.e4m3_decode(queries[1, 0])))
+    others = inputs.block_table(rng, lens, page_size, columns, pages - once, bad_share=0.01)
+    table = np.where((others >= 0) & (others < pages - once), others + once, -1).astype(np.int32)
+    table[1, columns - 120 : columns - 120 + once] = np.arange(once)
+    return Inputs(queries, keys, table, np.array(lens, np.int32))
 
 
 @pytest.mark.parametrize(("layout", "rank"), [(W4, 3), (W4_WIDE, 2)], ids=["128", "256"])
 def test_a_million_keys(layout, rank):
+    """The columns are no multiple of those of one step: the last step scores some again."""
     case, shard = million_key_inputs(layout.page_size), layout.shard(rank)
     columns = (1 << 20) // layout.page_size
-    before = inputs.any_bits(np.random.default_rng(0), (1, 4, columns))
+    before = inputs.any_bits(np.random.default_rng(0), (3, 4, columns))
     after = np.asarray(scorer(layout, 1)(*case.arrays(), before, jnp.int32(rank)))
     plane = reference(case, shard, 1, columns)
     oracle.check_scores(after, before, plane, eps=0)
 
-    nvp = np.array([8192], np.int32)
+    nvp = oracle.decode_num_valid_pages(case.lens, 1)
+    assert nvp.tolist() == [3, 8192, 0]
     sent = publisher(layout, 1)(*case.arrays(), nvp, None, 0, jnp.int32(rank))
     want = expected_rows(case, nvp, shard, 1, columns, (1, 2))
     np.testing.assert_array_equal(np.asarray(sent.rows), want)
+    assert (want[0, 0, 1, 24:32] > 7800).all()  # the best keys do win
 
 
 def test_a_page_past_two_to_the_31_bytes():

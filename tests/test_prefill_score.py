@@ -45,7 +45,7 @@ WINDOWS = [
     Window([150, 0, 3, 70, 1], [0, 5, 600, 100, 2700], [150, 50, 603, 2000, 2701]),
     # Whatever a device may hold: negative lengths and positions, keys that end before the queries
     # or past the table, more rows than there are.
-    Window([-4, 160, 100, 0, INT_MAX], [-3, -100, 2660, INT_MIN, 9], [10, 40, 6000, -1, INT_MAX]),
+    Window([-4, 160, 100, 0, INT_MAX], [-3, -20, 2660, INT_MIN, 9], [10, 40, 6000, -1, INT_MAX]),
 ]
 
 SCORE_CASES = [
@@ -299,22 +299,33 @@ def test_chunks_score_as_the_whole_prompt_does():
     assert (whole[:, :, 0] > -np.inf).sum() > 800  # and there is something to see
 
 
-def test_a_million_keys():
-    rng = np.random.default_rng(4)
-    length, tokens, pages = 1 << 20, 12, 192
-    case = Inputs(
+def long_inputs(length: int, tokens: int) -> Inputs:
+    """The last tokens of one long segment; pages repeat, so scores tie."""
+    rng, pages = np.random.default_rng(4), 192
+    return Inputs(
         inputs.integer_queries(rng, tokens),
         inputs.integer_keys(rng, pages, 32),
-        inputs.block_table(rng, [length], 128, 8192, pages, bad_share=0.01),
+        inputs.block_table(rng, [length], 128, length // 128, pages, bad_share=0.01),
         Window([tokens], [length - tokens], [length]),
     )
+
+
+def test_a_million_keys():
+    case = long_inputs(1 << 20, tokens=12)
     plane = case.reference(W4.shard(1), 8192)
     after = score(case, W4, 1, 8192)
     oracle.check_scores(after, np.zeros_like(after), plane, eps=0)
-    carrier = np.zeros((4, tokens, 33), np.int32)
-    rows = selector(W4, 1, 2, tokens)(*case.arrays(), case.counts(), carrier, jnp.int32(1))
+    carrier = np.zeros((4, 12, 33), np.int32)
+    rows = selector(W4, 1, 2, 12)(*case.arrays(), case.counts(), carrier, jnp.int32(1))
     want = oracle.select(plane.scores.astype(np.float32), case.counts(), 1, 2)
     np.testing.assert_array_equal(rows, want)
+
+
+def test_columns_that_are_no_multiple_of_one_step():
+    """1024 columns are scored at a time: the last step scores some again."""
+    case = long_inputs(1100 * 128, tokens=4)
+    after = score(case, W4, 1, 1100)
+    oracle.check_scores(after, np.zeros_like(after), case.reference(W4.shard(1), 1100), eps=0)
 
 
 # ---- precision ----
