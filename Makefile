@@ -7,7 +7,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-env lint types test-versions clean
+.PHONY: help demo test test-env lint types test-versions bench clean
 export PYTHON
 unexport PYTHONHOME PYTHONPATH
 
@@ -43,6 +43,10 @@ test-versions: ## run the suite on the oldest jax supported, in an environment o
 	@sh tools/setup_env.sh $(VENV_OLDEST) demo,test jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
 	@echo "test-versions: pytest on jax $(OLDEST_JAX)" >&2
 	@$(VENV_OLDEST)/bin/python -m pytest $(WORKERS) $(ARGS)
+
+bench: ## set up and time the work points (without a GPU: small ones)
+	@sh tools/setup_env.sh $(VENV) demo,bench$(CUDA_EXTRA)
+	@$(VENV)/bin/python -m benchmarks $(ARGS)
 
 test-env:
 	@sh tools/setup_env.sh $(VENV) demo,test$(CUDA_EXTRA)

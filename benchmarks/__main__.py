@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks`, `... compare A.json B.json`, `... plot FILE`."""
+"""The command line: `python -m benchmarks`, and its commands compare, merge and plot."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ _STAGES = ("score", "select", "local", "fused-local", "merge", "chain")
 
 
 def main(arguments: Sequence[str]) -> int:
-    if arguments and arguments[0] == "compare":
-        return _compare(arguments[1:])
-    if arguments and arguments[0] == "plot":
-        return _plot(arguments[1:])
+    commands = {"compare": _compare, "merge": _merge, "plot": _plot}
+    if arguments and arguments[0] in commands:
+        return commands[arguments[0]](arguments[1:])
     return _run(arguments)
 
 
@@ -25,8 +24,9 @@ def _run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Times the work points and saves them. Without a GPU: the small ones.",
-        epilog="Also: compare BEFORE.json AFTER.json (what moved beyond the spread); "
-        "plot FILE.json (PNG files beside it).",
+        epilog="Also: compare BEFORE.json AFTER.json (what moved beyond the spread); merge "
+        "INTO.json FROM.json (replace the rows that FROM has); plot FILE.json (PNG files beside "
+        "it).",
     )
     parser.add_argument("--quick", action="store_true", help="small cases: does it all run?")
     parser.add_argument("--cases", default="*", metavar="GLOB", help="case names, d-*w4 say")
@@ -77,6 +77,16 @@ def _compare(arguments: Sequence[str]) -> int:
         only = [key for row in rows if (key := results.key_of(row)) not in common]
         report.show_keys(f"only in {path.name}", only)
     return 1 if any(move.verdict == "slower" for move in moves) else 0
+
+
+def _merge(arguments: Sequence[str]) -> int:
+    """Merges a run taken elsewhere into a file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks merge")
+    parser.add_argument("into", type=Path)
+    parser.add_argument("source", type=Path)
+    parsed = parser.parse_args(arguments)
+    results.save(parsed.into, results.load(parsed.source))
+    return 0
 
 
 def _plot(arguments: Sequence[str]) -> int:

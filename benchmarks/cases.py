@@ -274,7 +274,7 @@ MERGE = (Merge(32, ask_us=1.8), Merge(256), Merge(8192))
 FULL: tuple[Case, ...] = (*DECODE, *SELECT, *MERGE, *PREFILL)
 QUICK: tuple[Case, ...] = (
     Decode("quick-decode", (1024, 700, 3000), 4, query_len=2),
-    Prefill("quick-prefill", (512, 300), 2, query_lens=(24, 16)),
+    Prefill("quick-prefill", (512, 300), 2, query_lens=(40, 24)),
     Select(8, 256),
     Merge(8),
 )

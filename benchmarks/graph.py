@@ -12,6 +12,7 @@ that the package supports, and raises `Unlaunchable` where it cannot.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import dataclasses
@@ -307,8 +308,18 @@ def _address(x: Any) -> int:
 class GraphRun:
     """A stage's links, each on the next input set, ready to be captured."""
 
-    def __init__(self, stage: Stage, inputs: Inputs, shapes: dict[str, Any], links: int) -> None:
-        """Lowers, compiles and binds; there are `links` links (at most 512), or one a set."""
+    def __init__(
+        self,
+        stage: Stage,
+        inputs: Inputs,
+        shapes: dict[str, Any],
+        links: int,
+        lowered: dict[str, Lowered],
+    ) -> None:
+        """Lowers, compiles and binds; there are `links` links (at most 512), or one a set.
+
+        `lowered` holds the parts that stages of the same case and precision have lowered, by name.
+        """
         self._stage = stage
         self._shapes = shapes
         self._inputs = inputs
@@ -316,8 +327,8 @@ class GraphRun:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs.fixed | inputs.sets[0]
         )
         self._written: list[dict[str, Any]] = [{} for _ in inputs.sets]
-        self._lowered: dict[str, Lowered] = {}
-        self._scratch: dict[str, dict[_Result, Any]] = {}
+        self._lowered = lowered
+        self._scratch: dict[str, dict[_Result, Any]] = collections.defaultdict(dict)
         self.links = min(_MAX_LINKS, max(links, len(inputs.sets)))
         self._received = self._receive() if self._merges else None
         self._prelude = [
@@ -341,6 +352,7 @@ class GraphRun:
         """Times `runs` replays of a graph of all links."""
         import torch
 
+        self._arm()
         for link in self._links:  # loads every kernel and touches every buffer
             for bound in link:
                 bound.launch()
@@ -359,7 +371,7 @@ class GraphRun:
     def _bind(self, parts: Sequence[Part], link: int) -> tuple[list[Bound], dict[str, Any]]:
         """Launches of a link, and its arrays: a set has buffers of its own to write into."""
         number = link % len(self._inputs.sets)
-        arrays = self._inputs.fixed | self._inputs.sets[number]
+        arrays = self._inputs.fixed | self._inputs.sets[number] | self._written[number]
         if self._received is not None:
             arrays["received"] = self._received[link]
         launches = []
@@ -378,7 +390,6 @@ class GraphRun:
         if part.name not in self._lowered:
             structs = self._shapes | self._abstract
             self._lowered[part.name] = lower(part.run, *(structs[name] for name in part.reads))
-            self._scratch[part.name] = {}
         return self._lowered[part.name]
 
     def _receive(self) -> Any:

@@ -48,7 +48,7 @@ class JitRun:
         """Compiles; `links` is rounded up to whole loops over the sets."""
         sets = [_after_prelude(stage, inputs.fixed, x, shapes) for x in inputs.sets[:_MAX_SETS]]
         loop = sets * max(1, -(-min(links, _LOOP_LINKS) // len(sets)))
-        self.links = len(loop) * max(1, round(links / len(loop)))
+        self.links = len(loop) * -(-links // len(loop))
         self.last_set = inputs.fixed | sets[-1]
         self._inputs = (inputs.fixed, loop)
         self._written = _buffers(stage, inputs.fixed | sets[0], shapes)

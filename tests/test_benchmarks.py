@@ -1,0 +1,430 @@
+"""The benchmarks: floors, inputs, checks that can fail, result files, and a quick run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import check, graph, results, timing
+from benchmarks.__main__ import main
+from benchmarks.cases import DECODE, FULL, MERGE, PREFILL, QUICK, SELECT, Prefill
+from benchmarks.inputs import Inputs, Pool
+from benchmarks.stages import Part, Stage, build, run, written_like
+from benchmarks.timing import JitRun, Times
+
+ROOT = Path(__file__).parents[1]
+READ_TBPS, FP8_TFLOPS = 4.40, 1377.0  # of the machine that the figures below are from
+
+# Microseconds at these ceilings, and the local stage's time over them that is asked for.
+FLOORS = {
+    "d-b1-1m-w4": (7.6, 1.75),
+    "d-b8-128k-w4": (7.6, 1.75),
+    "d-b32-32k-w2": (15.3, 1.40),
+    "d-b32-128k-w4": (30.5, 1.18),
+    "d-b64-64k-w2": (61.0, 1.10),
+    "d-b128-16k-w4": (15.3, 1.35),
+    "d-b32-128k-w4-q4": (30.5, 1.25),
+    "d-b64-ragged-w4": (22.0, 1.30),
+    "p-8k-w4": (6.2, 3.0),
+    "p-8k-w2": (12.5, 2.2),
+    "p-32k-w4": (43.7, 1.40),
+    "p-32k-w2": (87.3, 1.28),
+    "p-128k-w4": (193.4, 1.25),
+    "p-128k-w2": (386.8, 1.20),
+    "p-t2048-128k-w4": (49.5, 1.30),
+    "p-t2048-128k-w2": (99.0, 1.20),
+    "p-ragged-w4": (145.1, 1.35),
+}
+
+
+def case_named(name):
+    return next(case for case in (*FULL, *QUICK) if case.name == name)
+
+
+# ---- cases ----
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_floors_and_asks_are_the_published_ones(name):
+    case = case_named(name)
+    floor, ask = FLOORS[name]
+    assert case.floor("local").us(READ_TBPS, FP8_TFLOPS) == pytest.approx(floor, rel=1.1e-2)
+    assert case.ask == ask
+
+
+def test_every_sharded_case_has_a_published_floor():
+    assert {case.name for case in (*DECODE, *PREFILL)} == set(FLOORS)
+
+
+def test_select_and_merge_cases():
+    asks = {case.name: case.ask_us for case in (*SELECT, *MERGE)}
+    assert asks["select-t32-k1024"] == 3.8
+    assert asks["select-t256-k8192"] == 20.0
+    assert asks["select-t8192-k1024"] == 50.0
+    assert asks["merge-t32-w4"] == 1.8
+    assert case_named("select-t8192-k1024").floor("select").us(READ_TBPS, None) == pytest.approx(
+        (8192 * 4 * 1024 * 4 + 8192 * 4 * 33 * 4) / 4.40e6
+    )
+
+
+def test_score_floor_counts_the_plane_it_writes():
+    case = case_named("d-b32-128k-w4")
+    plane = 32 * 4 * 1024 * 4
+    assert case.floor("score").bytes - case.floor("local").bytes == plane
+    assert case.floor("local").bytes == 32 * 1024 * 32 * 128 + 32 * 512
+
+
+def test_an_unknown_ceiling_leaves_the_bytes():
+    floor = case_named("p-128k-w4").floor("local")
+    assert floor.us(READ_TBPS, None) == pytest.approx(floor.bytes / 4.40e6)
+
+
+@pytest.mark.parametrize("name", ["d-b64-ragged-w4", "quick-decode", "quick-prefill"])
+def test_visible_keys_are_counted(name):
+    case = case_named(name)
+    rows = case.rows_per_page
+    for request, position in case.positions[:: max(1, len(case.positions) // 20)]:
+        keys = np.arange(min(position + 1, case.lens[request]))
+        assert case.visible(position, case.lens[request]) == np.sum(keys % 128 // rows == 1)
+
+
+# ---- inputs ----
+
+
+def test_sets_share_no_page_and_stream_through_the_cache():
+    case = case_named("quick-decode")
+    sets = 5
+    pool = Pool([case], sets * case.stream_bytes)
+    inputs = pool.inputs(case, "xla")
+    assert len(inputs.sets) == sets
+    used = np.concatenate([np.asarray(x["table"]).ravel() for x in inputs.sets])
+    used = used[used >= 0]
+    assert len(np.unique(used)) == len(used) == sets * sum(case.request_pages)
+    keys = np.asarray(inputs.fixed["keys"])
+    assert used.max() < len(keys)
+    values = keys.astype(np.float32)
+    assert abs(values.mean()) < 0.01 and values.std() == pytest.approx(1, abs=0.02)
+    assert not np.array_equal(inputs.sets[0]["queries"], inputs.sets[1]["queries"])
+
+
+def test_two_sets_at_least():
+    case = case_named("d-b64-64k-w2")
+    pool = Pool([QUICK[0]], 1)
+    assert pool.sets_of(case) == 2
+
+
+# ---- checks ----
+
+
+@pytest.fixture(scope="module")
+def decoded():
+    """A decode case with a chain's results."""
+    case = case_named("quick-decode")
+    inputs = Pool([case], 0).inputs(case, "xla")
+    stage = build(case, "chain", "xla", "exact", arrange=True)
+    chain = JitRun(stage, inputs, written_like(case), 1)
+    arrays = chain.last_set | chain.run()
+    host = {name: np.array(x) for name, x in arrays.items() if name != "keys"}
+    return case, host | {"keys": arrays["keys"]}
+
+
+def changed(x, index, value):
+    x = x.copy()
+    x[index] = value
+    return x
+
+
+def test_checks_pass_on_right_results(decoded):
+    case, a = decoded
+    check.check_scores(case, a, "exact")
+    check.check_rows(case, a["scores"], a["counts"], a["rows"])
+    check.check_merged(case, a["arranged"], a["counts"], a["output"], a["errors"])
+
+
+def test_a_wrong_score_is_found(decoded):
+    case, a = decoded
+    off = a["scores"].copy()
+    off[0] += 1e-2
+    with pytest.raises(check.Mismatch, match="token 0"):
+        check.check_scores(case, a | {"scores": off}, "exact")
+    with pytest.raises(check.Mismatch):
+        check.check_scores(case, a | {"scores": np.full_like(off, np.nan)}, "fast")
+
+
+def test_a_wrong_row_is_found(decoded):
+    case, a = decoded
+    rows = changed(a["rows"], (0, 0, 0, 3), 1234)
+    with pytest.raises(check.Mismatch, match="token 0, head 0"):
+        check.check_rows(case, a["scores"], a["counts"], rows)
+
+
+def test_a_wrong_merge_is_found(decoded):
+    case, a = decoded
+    received, counts = a["arranged"], a["counts"]
+    output = changed(a["output"], (0, 0, 0), -1)
+    with pytest.raises(check.Mismatch, match="token 0, head 0"):
+        check.check_merged(case, received, counts, output, a["errors"])
+    with pytest.raises(check.Mismatch, match="2 faults"):
+        check.check_merged(case, received, counts, a["output"], np.array([2]))
+
+
+def test_select_row_keeps_the_forced_block_and_breaks_ties_downward():
+    scores = np.zeros(40, np.float32)
+    scores[39] = -5
+    row = check.select_row(scores, 40)
+    assert row[16:32].tolist() == [*range(15), 39]
+    assert check.select_row(scores, 3)[16:].tolist() == [0, 1, 2, *[-1] * 13, 1]
+
+
+def test_merge_ids_takes_a_repeated_block_once_with_its_best_score():
+    rows = np.zeros((2, 33), np.int32)
+    rows[0, 16:32] = np.arange(16)
+    rows[1, 16:32] = np.arange(10, 26)
+    rows[0, :16] = np.linspace(1, 2, 16, dtype=np.float32).view(np.int32)
+    rows[1, :16] = np.linspace(3, 4, 16, dtype=np.float32).view(np.int32)
+    assert check.merge_ids(rows, 26).tolist() == list(range(10, 26))
+    assert check.merge_ids(rows, 12).tolist() == [*range(12), -1, -1, -1, -1]
+
+
+# ---- timing ----
+
+
+def test_a_program_leaves_what_its_last_link_writes():
+    case = case_named("select-t8-k256")
+    inputs = Pool([case], 0).inputs(case, "xla")
+    stage = build(case, "select", "xla", "exact", arrange=True)
+    program = JitRun(stage, inputs, written_like(case), 5)
+    once = jax.jit(lambda a: run(stage.parts, a)["rows"])
+    np.testing.assert_array_equal(program.run()["rows"], once(program.last_set))
+    times = program.times(3)
+    assert len(times.us) == 3 and times.spread[0] <= times.median <= times.spread[1]
+
+
+def test_no_link_is_dropped():
+    """Results of all links but the last are overwritten; they are computed all the same."""
+    calls = []
+
+    def double(x):
+        calls.append(0)
+        return 2 * np.asarray(x)
+
+    def call(x):
+        return (jax.pure_callback(double, jax.ShapeDtypeStruct((3,), np.int32), x),)
+
+    stage = Stage("fake", (Part("fake", call, ("x",), ("y",)),), "x")
+    inputs = Inputs({}, [{"x": np.arange(3, dtype=np.int32) + i} for i in range(4)])
+    program = JitRun(stage, inputs, {}, 40)
+    assert program.links == 48 and not calls  # whole loops of 16
+    assert program.run()["y"].tolist() == [6, 8, 10]
+    assert len(calls) == program.links
+
+
+@pytest.mark.parametrize(("name", "stage"), [("quick-decode", "chain"), ("quick-prefill", "local")])
+def test_programs_of_kernels_lower(name, stage):
+    case = case_named(name)
+    made = build(case, stage, "mosaic", "exact", arrange=True)
+    structs = abstract_inputs(case)
+    shapes = jax.eval_shape(made.run, structs)
+    fixed = {name: x for name, x in structs.items() if name not in shapes}
+    program = timing._program(made, 2).trace(fixed, [{}, {}], shapes)
+    lowered = program.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu_v2" in lowered and "stablehlo.while" in lowered
+
+
+def test_times():
+    times = Times((3.0, 1.0, 2.0), "jit")
+    assert (times.median, times.spread) == (2.0, (1.0, 3.0))
+
+
+# ---- kernels launched without JAX ----
+
+
+def abstract_inputs(case):
+    inputs = Pool([case], 0).inputs(case, "mosaic")
+    arrays = inputs.fixed | inputs.sets[0]
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+    return written_like(case) | structs
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+def test_kernels_are_all_that_a_stage_launches(case):
+    precision = "fast" if isinstance(case, Prefill) else "exact"
+    structs = abstract_inputs(case)
+    for name in case.stages:
+        for part in build(case, name, "mosaic", precision, arrange=False).parts:
+            lowered = graph.lower(part.run, *(structs[n] for n in part.reads))
+            assert len(lowered.returned) == len(part.writes)
+            assert all(call.module for call in lowered.calls)
+            expected = 2 if part.name == "fused" else 1
+            assert len(lowered.calls) == expected
+
+
+def test_a_score_plane_is_written_in_place():
+    case = case_named("quick-decode")
+    structs = abstract_inputs(case)
+    (part,) = build(case, "score", "mosaic", "exact", arrange=False).parts
+    lowered = graph.lower(part.run, *(structs[n] for n in part.reads))
+    (call,) = lowered.calls
+    scores = graph._Argument(part.reads.index("scores"))
+    assert call.operands[call.aliases[0]] == scores
+    assert lowered.returned == (graph._Result(0, 0),)
+    rank = [x.value for x in call.operands if isinstance(x, graph._Constant)]
+    assert [x.tolist() for x in rank] == [[1]]
+
+
+def test_work_outside_the_kernels_is_refused():
+    case = case_named("quick-decode")
+    structs = abstract_inputs(case)
+    (part,) = build(case, "score", "mosaic", "exact", arrange=False).parts
+
+    def shifted(*arrays):
+        return part.run(*arrays[:-2], arrays[-2] + 1, arrays[-1])
+
+    with pytest.raises(graph.Unlaunchable, match="outside the kernels"):
+        graph.lower(shifted, *(structs[n] for n in part.reads))
+
+
+# ---- results ----
+
+
+def row(case="a", stage="local", backend="mosaic", precision="exact", median=2.0, spread=0.1):
+    return {
+        "case": case,
+        "stage": stage,
+        "backend": backend,
+        "precision": precision,
+        "median_us": median,
+        "spread_us": [median - spread, median + spread],
+    }
+
+
+def test_a_new_run_replaces_its_own_rows_and_leaves_the_others(tmp_path):
+    path = tmp_path / "new" / "r.json"
+    results.save(path, [row("a"), row("b"), row("b", backend="xla")])
+    results.save(path, [row("b", median=5.0), row("c")])
+    kept = {results.key_of(r): r["median_us"] for r in results.load(path)}
+    assert kept == {
+        ("a", "local", "mosaic", "exact"): 2.0,
+        ("b", "local", "mosaic", "exact"): 5.0,
+        ("b", "local", "xla", "exact"): 2.0,
+        ("c", "local", "mosaic", "exact"): 2.0,
+    }
+    assert json.loads(path.read_text())["schema"] == 1
+    assert list(tmp_path.rglob("*.part")) == []
+
+
+def test_a_file_of_another_schema_is_refused(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text('{"schema": 2, "rows": []}')
+    with pytest.raises(ValueError, match="schema 1"):
+        results.load(path)
+
+
+def test_compare_tells_moves_from_noise():
+    before = [row("a"), row("b"), row("c"), row("only before")]
+    after = [row("a", median=2.15), row("b", median=2.3), row("c", median=1.7), row("only after")]
+    moves = {move.key[0]: move for move in results.compare(before, after)}
+    assert {name: move.verdict for name, move in moves.items()} == {
+        "a": "same",
+        "b": "slower",
+        "c": "faster",
+    }
+    assert moves["b"].ratio == pytest.approx(1.15)
+
+
+def run_cli(*arguments):
+    command = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_compare_command(tmp_path):
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    results.save(before, [row("a"), row("gone")])
+    results.save(after, [row("a", median=3.0)])
+    done = run_cli("compare", before, after)
+    assert done.returncode == 1, done.stderr
+    assert "slower" in done.stdout and "1.500" in done.stdout
+    assert "only in before.json: gone local mosaic exact" in done.stdout
+    assert run_cli("compare", after, after).returncode == 0
+
+
+def test_merge_command(tmp_path):
+    into, source = tmp_path / "into.json", tmp_path / "from.json"
+    results.save(into, [row("a"), row("b")])
+    results.save(source, [row("b", median=4.0)])
+    assert main(["merge", str(into), str(source)]) == 0
+    assert [r["median_us"] for r in results.load(into)] == [2.0, 4.0]
+
+
+# ---- whole runs ----
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    out = tmp_path_factory.mktemp("quick") / "r.json"
+    done = run_cli("--quick", "--backends", "xla", "--commit", "abc", "--out", out)
+    return done, out
+
+
+def test_quick_run(quick):
+    done, out = quick
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = results.load(out)
+    wanted = {(case.name, stage) for case in QUICK for stage in case.stages}
+    if jax.default_backend() == "cpu":
+        assert {(r["case"], r["stage"]) for r in rows} == wanted
+    for r in rows:
+        assert set(results.FIELDS) <= set(r)
+        assert r["checked"] is True and r["commit"] == "abc" and r["timing"] == "jit"
+        assert 0 < r["spread_us"][0] <= r["median_us"] <= r["spread_us"][1]
+        assert r["floor_us"] > 0
+
+
+def test_out_of_time_is_said(tmp_path):
+    out = tmp_path / "r.json"
+    done = run_cli("--quick", "--budget-seconds", "1", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "left out, out of time: quick-decode score" in done.stdout
+    assert not out.exists()
+
+
+def test_one_failing_case_does_not_stop_the_others(tmp_path, monkeypatch):
+    from benchmarks import run as bench
+
+    def broken(case, *_):
+        raise check.Mismatch("planted")
+
+    monkeypatch.setattr(bench.check, "check_rows", broken)
+    options = bench.Options(quick=True, cases="*-t8-*", backends=("xla",), out=tmp_path / "r.json")
+    assert bench.Runner(options, bench.Machine()).run() == 1
+    (kept,) = results.load(tmp_path / "r.json")
+    assert kept["case"] == "merge-t8-w4"
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks.plot import plot
+
+    rows = [
+        row(name, median=floor * ask) | {"floor_us": floor} for name, (floor, ask) in FLOORS.items()
+    ]
+    results.save(tmp_path / "r.json", rows)
+    for path in plot(tmp_path / "r.json"):
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+def test_asks_are_judged():
+    from benchmarks.report import ask_of
+
+    made = row("d-b32-128k-w4", median=37.0) | {"floor_us": 30.5}
+    assert ask_of(made) == "1.18 x MISSED"
+    assert ask_of(made | {"median_us": 35.9}) == "1.18 x met"
+    assert ask_of(made | {"backend": "xla"}) == ""
+    alone = row("select-t32-k1024", stage="select", median=3.9) | {"floor_us": 0.1}
+    assert ask_of(alone) == "3.8 us MISSED"
