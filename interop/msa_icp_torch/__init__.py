@@ -1,0 +1,21 @@
+"""MiniMax-M3 ICP indexer on torch tensors: the plan of `msa_icp_jax`, written in place.
+
+Start from `prepare_msa_icp_indexer`. Import this package before any JAX computation runs: it
+keeps JAX from taking most of the GPU's memory when its backend starts, which leaves it to torch.
+"""
+
+from msa_icp_torch import memory
+
+memory.leave_room_for_torch()
+
+from msa_icp_jax import MSAIcpScorePlan, msa_icp_comm_layout  # noqa: E402
+from msa_icp_torch.comm import MSAIcpComm  # noqa: E402
+from msa_icp_torch.plan import MSAIcpIndexerPlan, prepare_msa_icp_indexer  # noqa: E402
+
+__all__ = [
+    "MSAIcpComm",
+    "MSAIcpIndexerPlan",
+    "MSAIcpScorePlan",
+    "msa_icp_comm_layout",
+    "prepare_msa_icp_indexer",
+]

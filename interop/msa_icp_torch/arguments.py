@@ -1,0 +1,149 @@
+"""Checks of the plan's tensors against its limits, all of them before anything is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from msa_icp_jax import IndexerGeometry, MSAIcpScorePlan, checks, rows
+from msa_icp_jax.checks import AtLeast
+from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, TOPK, check_query_len
+from msa_icp_torch import pages
+from msa_icp_torch.bridge import check_tensor
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+class Arguments:
+    """The shapes that one plan's methods take, on one device."""
+
+    def __init__(self, geometry: IndexerGeometry, device: torch.device) -> None:
+        self.geometry = geometry
+        self.device = device
+
+    def tensor(
+        self, name: str, value: Any, dtype: torch.dtype, *shape: int | AtLeast | None
+    ) -> None:
+        """Raises unless `value` is such a tensor on the plan's device."""
+        check_tensor(name, value, dtype, self.device, *shape)
+
+    def decode(
+        self,
+        index_q: Any,
+        index_k: Any,
+        block_table: Any,
+        seq_lens: Any,
+        num_valid_pages: Any,
+        query_len: int,
+    ) -> tuple[int, int]:
+        """Checks decode's inputs; returns T and B."""
+        limits = self.geometry
+        check_query_len("decode_query_len", query_len, limits.max_decode_query_len)
+        self.tensor("block_table", block_table, torch.int32, None, AtLeast(1))
+        requests = block_table.shape[0]
+        checks.integer("block_table.shape[0] (requests)", requests, 0, limits.max_num_seqs)
+        tokens = requests * query_len
+        checks.integer("T = requests * decode_query_len", tokens, 0, limits.max_decode_tokens)
+        self.tensor("index_q", index_q, FLOAT8, tokens, NUM_HEADS, HEAD_DIM)
+        self.index_k(index_k)
+        self.tensor("seq_lens", seq_lens, torch.int32, requests)
+        self.tensor("num_valid_pages", num_valid_pages, torch.int32, tokens)
+        return tokens, requests
+
+    def tagged(self, tagged: Any) -> None:
+        """Raises unless the plan can exchange rows in this form."""
+        checks.flag("tagged", tagged)
+        layers = self.geometry.num_sparse_layers
+        if tagged and layers < 2:
+            raise ValueError(
+                "tagged=True needs num_sparse_layers >= 2 (a slot may be reused only two calls "
+                f"later), got num_sparse_layers {layers}"
+            )
+
+    def window(
+        self,
+        qo_segment_lens: Any,
+        kv_segment_lens: Any,
+        qo_offset: Any,
+        total_q: int,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> None:
+        """Checks the lengths and bounds of a query window."""
+        limits = self.geometry
+        self.tensor("qo_segment_lens", qo_segment_lens, torch.int32, None)
+        segments = qo_segment_lens.shape[0]
+        checks.integer("qo_segment_lens.shape[0]", segments, 0, limits.max_num_seqs)
+        self.tensor("kv_segment_lens", kv_segment_lens, torch.int32, segments)
+        self.tensor("qo_offset", qo_offset, torch.int32, segments)
+        checks.integer("total_q", total_q, 0, limits.max_num_batched_tokens)
+        checks.integer("max_query_len", max_query_len, 0, limits.max_num_batched_tokens)
+        checks.integer("max_seq_len", max_seq_len, 0, limits.max_model_len)
+
+    def prefill(
+        self,
+        query: Any,
+        index_k: Any,
+        block_table: Any,
+        window_plan: Any,
+        num_valid_pages: Any,
+        carrier_view: Any,
+    ) -> int:
+        """Checks prefill_local's inputs and carrier; returns T."""
+        if not isinstance(window_plan, MSAIcpScorePlan):
+            raise TypeError(
+                f"window_plan must be an MSAIcpScorePlan, got {type(window_plan).__name__}"
+            )
+        self.tensor("query", query, FLOAT8, AtLeast(window_plan.total_q), NUM_HEADS, HEAD_DIM)
+        tokens = query.shape[0]
+        checks.integer("query.shape[0]", tokens, 0, self.geometry.max_num_batched_tokens)
+        self.index_k(index_k)
+        segments = window_plan.num_segments
+        self.tensor("block_table", block_table, torch.int32, segments, AtLeast(1))
+        self.tensor("num_valid_pages", num_valid_pages, torch.int32, tokens)
+        row = (AtLeast(tokens), rows.ROW_WORDS)
+        self.tensor("carrier_view", carrier_view, torch.int32, NUM_HEADS, *row)
+        return tokens
+
+    def merge(self, received: Any, num_valid_pages: Any, output: Any) -> int:
+        """Checks prefill_merge's tensors; returns T."""
+        self.tensor("num_valid_pages", num_valid_pages, torch.int32, None)
+        tokens = num_valid_pages.shape[0]
+        self.tensor("received", received, torch.int32, *self._received(AtLeast(tokens)))
+        self.output(output, tokens)
+        return tokens
+
+    def exchange(self, carrier_view: Any, received: Any) -> tuple[int, ...]:
+        """Checks a prefill exchange's tensors; returns the shape of `received`."""
+        self.tensor("carrier_view", carrier_view, torch.int32, NUM_HEADS, None, rows.ROW_WORDS)
+        shape = self._received(carrier_view.shape[1])
+        self.tensor("received", received, torch.int32, *shape)
+        return shape
+
+    def index_k(self, index_k: Any) -> None:
+        """Raises unless JAX can address this rank's index keys."""
+        shape = (AtLeast(1), self.geometry.rows_per_page, HEAD_DIM)
+        check_tensor("index_k", index_k, FLOAT8, self.device, *shape, contiguous=False)
+        pages.base_of(index_k)
+
+    def output(self, output: Any, tokens: int) -> None:
+        """Raises unless `output` can take `tokens` rows of ids."""
+        heads = self.geometry.heads_per_rank
+        self.tensor("output", output, torch.int32, AtLeast(tokens), heads, TOPK)
+
+    def plane(self, name: str, plane: Any, tokens: int, *, fused: bool) -> None:
+        """Raises unless `plane` can take `tokens` rows of scores; None is fine when fused."""
+        if plane is None and fused:
+            return
+        columns = self.geometry.score_columns
+        self.tensor(name, plane, torch.float32, AtLeast(tokens), NUM_HEADS, columns)
+
+    def pool(self, pool: Any, shape: tuple[int]) -> None:
+        """Raises unless `pool` is None or at least as large as the plan says."""
+        if pool is not None:
+            self.tensor("pool", pool, torch.uint8, AtLeast(*shape))
+
+    def _received(self, tokens: Any) -> tuple[Any, ...]:
+        owned = (self.geometry.world_size, self.geometry.heads_per_rank)
+        return (*owned, tokens, rows.ROW_WORDS)

@@ -1,0 +1,283 @@
+"""Tensors between torch and JAX by DLPack: checks, imports without a copy, results in place.
+
+Order on a GPU. An import made by `Bridge.fresh` waits for everything that torch's current stream
+was given before it, and a JAX program waits for all its arguments; so one fresh import orders a
+whole call. `Bridge.kept` reuses an import from an earlier call, which orders nothing: every program
+must take at least one fresh one. `Bridge.deliver` makes the current stream wait for the program, so
+later torch work (which may overwrite the inputs) comes after it. The host never waits.
+
+On the CPU torch runs everything at once, and `Bridge.deliver` waits for the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+import torch
+
+from msa_icp_jax.checks import AtLeast
+
+T = TypeVar("T")
+
+# What XLA asks of an argument's address, in bytes.
+_ALIGNMENT = {"cpu": 64, "cuda": 16}
+_JAX_DTYPES = {
+    torch.int32: np.dtype(np.int32),
+    torch.float32: np.dtype(np.float32),
+    torch.float8_e4m3fn: np.dtype(jax.numpy.float8_e4m3fn),
+}
+
+
+# ---- checks: before anything is written ----
+
+
+def check_tensor(
+    name: str,
+    value: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    *shape: int | AtLeast | None,
+    contiguous: bool = True,
+) -> None:
+    """Raises, naming the argument, unless `value` can cross; a shape entry None allows any size."""
+    want = f"{name} must be a {dtype} tensor of shape [{_sizes(shape)}] on {device}"
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{want}, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{want}, got layout {value.layout}")
+    if value.dtype != dtype:
+        raise TypeError(f"{want}, got {value.dtype}")
+    if value.device != device:
+        raise TypeError(f"{want}, got one on {value.device}")
+    if value.requires_grad:
+        raise TypeError(f"{name} must not require grad; pass {name}.detach()")
+    if value.is_conj() or value.is_neg():
+        raise TypeError(
+            f"{name} must not carry a conjugate or negative bit; resolve it with "
+            "resolve_conj() or resolve_neg()"
+        )
+    fits = len(shape) == value.ndim and all(
+        size is None or (have >= size.size if isinstance(size, AtLeast) else have == size)
+        for have, size in zip(value.shape, shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{want}, got shape {list(value.shape)}")
+    if contiguous and not value.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tuple(value.stride())}")
+
+
+def check_apart(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
+    """Raises where the bytes of a written tensor meet those of another argument."""
+    written_spans = [(name, *_span(tensor)) for name, tensor in written.items()]
+    read_spans = [(name, *_span(tensor)) for name, tensor in read.items()]
+    pairs = itertools.chain(
+        itertools.combinations(written_spans, 2), itertools.product(written_spans, read_spans)
+    )
+    for (name, start, end), (other, other_start, other_end) in pairs:
+        if max(start, other_start) < min(end, other_end):
+            raise ValueError(f"{name} is written and must not overlap {other} in memory")
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses [start, end) that a tensor's elements lie in."""
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return start, start
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _sizes(shape: tuple[int | AtLeast | None, ...]) -> str:
+    return ", ".join("any" if size is None else str(size) for size in shape)
+
+
+# ---- the bridge ----
+
+
+class _Kept(NamedTuple):
+    """An import of an earlier call, valid while its tensor lives and lies where it lay."""
+
+    owner: weakref.ref[torch.Tensor]
+    place: tuple[Any, ...]
+    value: Any
+
+
+class Bridge:
+    """Moves the tensors of one torch device to the same device of JAX, and results back.
+
+    Attributes:
+      device: the torch device, with its index.
+      jax_device: the same device in JAX.
+      donates: whether JAX programs write into donated imports. On the CPU they do not (XLA gives a
+        donated import a new buffer there), so results are copied back.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Starts JAX's backend.
+
+        Raises:
+          TypeError, ValueError: not a torch device, or neither cpu nor cuda.
+          RuntimeError: JAX does not have this device, or this torch cannot export float8.
+        """
+        self.device = _with_index(device)
+        self.jax_device = _find_jax_device(self.device)
+        self.donates = self.device.type != "cpu"
+        self._kept: dict[int, _Kept] = {}
+        _require_float8_export()
+
+    def fresh(self, tensor: torch.Tensor) -> jax.Array:
+        """Imports a contiguous tensor, behind the current stream's work.
+
+        A tensor whose address XLA cannot take is copied first.
+        """
+        if tensor.numel() == 0:  # DLPack loses memory on these
+            empty = np.zeros(tuple(tensor.shape), _JAX_DTYPES[tensor.dtype])
+            return jax.device_put(empty, self.jax_device)
+        if not self.aligned(tensor):
+            tensor = tensor.clone()
+        # An export holds the tensor it was made from. The detached alias dies with the import; the
+        # caller's tensor would live, as a Python object, until then.
+        array = jax.dlpack.from_dlpack(tensor.detach(), copy=False)
+        if array.unsafe_buffer_pointer() != tensor.data_ptr():
+            raise RuntimeError(
+                f"JAX copied a {tensor.dtype} tensor of shape {list(tensor.shape)} instead of "
+                "sharing its memory"
+            )
+        return array
+
+    def kept(self, tensor: torch.Tensor) -> jax.Array:
+        """The import of a tensor that earlier calls brought too; it orders nothing."""
+        if tensor.numel() == 0 or not self.aligned(tensor):
+            return self.fresh(tensor)
+        return self.remember(tensor, lambda: self.fresh(tensor))
+
+    def remember(self, tensor: torch.Tensor, make: Callable[[], T]) -> T:
+        """What `make` made of `tensor`, kept for as long as the tensor object lives.
+
+        An import holds its storage, so while it is kept no other tensor can get that address; it
+        goes with the caller's tensor object, so it never holds memory that the caller gave up.
+        """
+        key = id(tensor)
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        entry = self._kept.get(key)
+        if entry is not None and entry.owner() is tensor and entry.place == place:
+            return entry.value
+        kept = self._kept
+        owner = weakref.ref(tensor, lambda _: kept.pop(key, None))
+        value = make()
+        kept[key] = _Kept(owner, place, value)
+        return value
+
+    def check_written(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises unless a JAX program can write into `tensor`."""
+        if self.donates and not self.aligned(tensor):
+            raise ValueError(
+                f"{name} must start at a multiple of {_ALIGNMENT[self.device.type]} bytes, got "
+                f"address {tensor.data_ptr():#x}"
+            )
+
+    def aligned(self, tensor: torch.Tensor) -> bool:
+        """Whether XLA takes the tensor's address."""
+        return tensor.data_ptr() % _ALIGNMENT[self.device.type] == 0
+
+    def deliver(self, results: Mapping[str, tuple[torch.Tensor, jax.Array]]) -> None:
+        """Leaves a program's results in the caller's tensors, and the current stream behind it.
+
+        Args:
+          results: by argument name, the caller's tensor and the array that replaces it.
+
+        Raises:
+          RuntimeError: on a GPU, a result lies elsewhere than its tensor.
+        """
+        arrays = [array for _, array in results.values()]
+        if self.donates:
+            for name, (tensor, array) in results.items():
+                if tensor.numel() and array.unsafe_buffer_pointer() != tensor.data_ptr():
+                    raise RuntimeError(f"JAX did not write {name} in place")
+            self.order_after(arrays)
+            return
+        jax.block_until_ready(arrays)
+        with torch.inference_mode():  # the caller's tensors may be inference tensors
+            for tensor, array in results.values():
+                if tensor.numel():
+                    tensor.copy_(torch.from_dlpack(array))
+
+    def export(self, array: jax.Array) -> torch.Tensor:
+        """A program's result as a tensor over the same memory, behind the program."""
+        if not self.donates:
+            jax.block_until_ready(array)
+        return torch.from_dlpack(array)
+
+    def order_after(self, arrays: list[jax.Array]) -> None:
+        """Makes the current stream wait for the program that gave `arrays`; on a CPU, the host."""
+        if not self.donates:
+            jax.block_until_ready(arrays)
+            return
+        some = next((array for array in arrays if array.size), None)
+        if some is not None:
+            torch.from_dlpack(some)  # asks JAX to make the current stream wait
+
+    def guard(self) -> Any:
+        """The context in which calls run: DLPack exports only from torch's current device."""
+        if self.device.type == "cpu":
+            return contextlib.nullcontext()
+        return torch.cuda.device(self.device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether torch's current stream is being captured into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _with_index(device: Any) -> torch.device:
+    if not isinstance(device, torch.device):
+        raise TypeError(f"device must be a torch.device, got {type(device).__name__}")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(f"device must be cpu or cuda, got {device}")
+    return device if device.index is not None else torch.device("cuda", _current_cuda_index())
+
+
+def _current_cuda_index() -> int:
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0
+
+
+def _find_jax_device(device: torch.device) -> jax.Device:
+    """JAX's name for a torch device, or an error that says why there is none."""
+    try:
+        devices = jax.local_devices(backend=device.type)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"JAX has no {device.type} backend for device {device}: {error}. On a GPU, install JAX "
+            f"for it (extra cuda12 or cuda13). torch has cuDNN {torch.backends.cudnn.version()}, "
+            f"JAX's plugin was built for cuDNN {_jax_cudnn()}; JAX cannot use an older one."
+        ) from error
+    for candidate in devices:
+        if candidate.local_hardware_id == (device.index or 0):
+            return candidate
+    raise RuntimeError(f"JAX does not see device {device}, only {devices}")
+
+
+def _jax_cudnn() -> str:
+    """The cuDNN that JAX's CUDA plugin was built for."""
+    from jax._src.lib import cuda_versions  # not public; None without the plugin
+
+    return str(cuda_versions.cudnn_build_version()) if cuda_versions else "(no plugin)"
+
+
+def _require_float8_export() -> None:
+    try:
+        torch.zeros(1, dtype=torch.float8_e4m3fn).__dlpack__()
+    except (BufferError, RuntimeError) as error:
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot export float8_e4m3fn by DLPack; use a newer torch"
+        ) from error

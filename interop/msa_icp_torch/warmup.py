@@ -1,0 +1,124 @@
+"""Compiling the plan's programs for shapes that are not there yet."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from msa_icp_jax import MSAIcpIndexerPlan, checks, rows
+from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, NUM_SLOTS, TOPK, cdiv, check_query_len
+from msa_icp_torch import programs
+
+
+class Warmup:
+    """Compiles programs from shapes alone; nothing is allocated.
+
+    Args:
+      plan: the plan whose programs are compiled.
+      device: the device that they run on.
+      donates: whether they write in place.
+      index_k: shape of the index-key buffer, or None to leave the scorers out.
+      table_width: columns of the block tables; None: pages of a context of max_model_len.
+    """
+
+    def __init__(
+        self,
+        plan: MSAIcpIndexerPlan,
+        device: jax.Device,
+        donates: bool,
+        index_k: tuple[int, ...] | None,
+        table_width: int | None,
+    ) -> None:
+        geometry = plan.geometry
+        self.plan = plan
+        self.donates = donates
+        self.sharding = SingleDeviceSharding(device)
+        if table_width is None:
+            table_width = cdiv(geometry.max_model_len, geometry.page_size)
+        self.table_width = checks.integer("table_width", table_width, 1)
+        self.index_k = None if index_k is None else self._array(*index_k, dtype=jnp.float8_e4m3fn)
+
+    def decode(self, batch_sizes: Sequence[int] | None, query_lens: Sequence[int] | None) -> None:
+        """Compiles decode, legacy and tagged, for these batches."""
+        limits = self.plan.geometry
+        most = min(limits.max_num_seqs, limits.max_decode_tokens)
+        batches = [checks.integer("batch_sizes", batch, 1, most) for batch in batch_sizes or [most]]
+        lengths = [
+            check_query_len("query_lens", length, limits.max_decode_query_len)
+            for length in query_lens or sorted({1, limits.max_decode_query_len})
+        ]
+        for batch, length in itertools.product(batches, lengths):
+            batch = min(batch, max(1, limits.max_decode_tokens // length))
+            for tagged in (False, True) if limits.num_sparse_layers > 1 else (False,):
+                self._decode(batch, length, tagged)
+
+    def prefill(self) -> None:
+        """Compiles prefill for one full window."""
+        plan, limits = self.plan, self.plan.geometry
+        tokens = limits.window_tokens
+        counts = self._array(tokens)
+        received = (limits.world_size, limits.heads_per_rank, tokens, rows.ROW_WORDS)
+        output = self._array(tokens, limits.heads_per_rank, TOPK)
+        merge = programs.prefill_merge(plan, self.donates)
+        merge.lower(self._array(*received), counts, output).compile()
+        bounds = (tokens, tokens, limits.max_model_len)
+        window = programs.prefill_window_plan(plan, *bounds)
+        lengths = self._array(limits.max_num_seqs)
+        window.lower(lengths, lengths, lengths).compile()
+        if self.index_k is None:
+            return
+        window_plan = jax.tree.map(
+            lambda leaf: self._array(*leaf.shape, dtype=leaf.dtype),
+            jax.eval_shape(window, lengths, lengths, lengths),
+        )
+        fused = plan.fused_prefill
+        inputs = (
+            self._array(tokens, NUM_HEADS, HEAD_DIM, dtype=jnp.float8_e4m3fn),
+            self.index_k,
+            self._array(limits.max_num_seqs, self.table_width),
+        )
+        local = programs.prefill_local(plan, fused, self.donates)
+        carrier = self._array(NUM_HEADS, tokens, rows.ROW_WORDS)
+        local.lower(inputs, window_plan, counts, self._plane(tokens, fused), carrier).compile()
+
+    def _decode(self, batch: int, query_len: int, tagged: bool) -> None:
+        plan, limits, tokens = self.plan, self.plan.geometry, batch * query_len
+        heads, capacity = limits.heads_per_rank, limits.max_decode_tokens
+        row = (rows.TAGGED_WORDS, 2) if tagged else (rows.ROW_WORDS,)
+        counts, slot = self._array(tokens), self._array()
+        merge = programs.decode_merge(plan, True, self.donates)
+        merge.lower(
+            self._array(limits.world_size, heads, tokens, *row),
+            counts,
+            slot,
+            self._array(limits.world_size, heads, capacity, *row),
+            self._array(tokens, heads, TOPK),
+            self._array(1),
+            self._array(NUM_SLOTS, heads, capacity) if tagged else None,
+        ).compile()
+        if self.index_k is None:
+            return
+        least = plan.fused_decode_min_batch
+        fused = least is not None and batch >= least
+        inputs = (
+            self._array(tokens, NUM_HEADS, HEAD_DIM, dtype=jnp.float8_e4m3fn),
+            self.index_k,
+            self._array(batch, self.table_width),
+            self._array(batch),
+        )
+        generations = self._array(NUM_SLOTS, NUM_HEADS, capacity) if tagged else None
+        local = programs.decode_rows(plan, query_len, fused, True, self.donates)
+        local.lower(inputs, counts, slot, self._plane(tokens, fused), generations).compile()
+
+    def _plane(self, tokens: int, fused: bool) -> jax.ShapeDtypeStruct | None:
+        if fused:
+            return None
+        return self._array(tokens, NUM_HEADS, self.plan.geometry.score_columns, dtype=jnp.float32)
+
+    def _array(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)

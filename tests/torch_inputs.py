@@ -1,0 +1,217 @@
+"""Chains on torch tensors: their inputs, and all ranks of a group in one process."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import oracle
+import torch
+from chains import OLD_SCORE, OLD_WORD, SPARE_ROWS, Decode, Prefill
+
+# A bare checkout has the package beside the tests; an installed one comes first.
+sys.path.append(str(pathlib.Path(__file__).parent.parent / "interop"))
+
+import msa_icp_torch
+from msa_icp_torch import MSAIcpComm, MSAIcpIndexerPlan
+
+Array = npt.NDArray[Any]
+
+CPU = torch.device("cpu")
+
+
+def prepare(world_size: int, page_size: int, rank: int, **changes: Any) -> MSAIcpIndexerPlan:
+    """A torch plan with the limits of `chains.make_plan`."""
+    limits: dict[str, Any] = {
+        "world_size": world_size,
+        "rank": rank,
+        "num_index_heads": 4,
+        "page_size": page_size,
+        "init_blocks": 1,
+        "local_blocks": 2,
+        "max_decode_tokens": 32,
+        "max_decode_query_len": 8,
+        "max_num_batched_tokens": 4096,
+        "max_num_seqs": 8,
+        "max_model_len": 8192,
+        "num_sparse_layers": 4,
+        "device": CPU,
+        "backend": "xla",
+    }
+    return msa_icp_torch.prepare_msa_icp_indexer(**limits | changes)
+
+
+def tensor(array: Array, device: torch.device = CPU) -> torch.Tensor:
+    """A tensor of its own memory."""
+    return torch.tensor(np.ascontiguousarray(array)).to(device)
+
+
+def float8(codes: Array, device: torch.device = CPU) -> torch.Tensor:
+    """A float8_e4m3fn tensor of these bytes."""
+    return tensor(codes, device).view(torch.float8_e4m3fn)
+
+
+def strided_keys(
+    index_k: Array, pitch: int, row_offset: int, device: torch.device = CPU
+) -> torch.Tensor:
+    """The index keys as a view into pages of `pitch` rows, whose other rows are NaN."""
+    base = float8(oracle.compound_cache(index_k, pitch, row_offset), device)
+    return base[:, row_offset : row_offset + index_k.shape[1]]
+
+
+class Step(NamedTuple):
+    """One rank's tensors of a decode step, marked buffers with spare rows included."""
+
+    index_q: torch.Tensor
+    index_k: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    num_valid_pages: torch.Tensor
+    scores: torch.Tensor
+    output: torch.Tensor
+
+
+def decode_step(plan: MSAIcpIndexerPlan, case: Decode, index_k: torch.Tensor | None = None) -> Step:
+    geometry, device = plan.geometry, plan.device
+    rows = len(case.query) + SPARE_ROWS
+    if index_k is None:
+        keys = oracle.shard_cache(case.cache.keys, geometry.world_size)[plan.rank]
+        index_k = float8(keys, device)
+    return Step(
+        float8(case.query, device),
+        index_k,
+        tensor(case.cache.table, device),
+        tensor(case.seq_lens, device),
+        tensor(case.counts, device),
+        torch.full((rows, 4, geometry.score_columns), OLD_SCORE, device=device),
+        torch.full((rows, geometry.heads_per_rank, 16), OLD_WORD, dtype=torch.int32, device=device),
+    )
+
+
+class Window(NamedTuple):
+    """One rank's tensors of a prefill window, marked buffers with spare rows included."""
+
+    query: torch.Tensor
+    index_k: torch.Tensor
+    block_table: torch.Tensor
+    lengths: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    num_valid_pages: torch.Tensor
+    score_scratch: torch.Tensor
+    carrier: torch.Tensor
+    received: torch.Tensor
+    output: torch.Tensor
+
+
+def prefill_window(plan: MSAIcpIndexerPlan, case: Prefill) -> Window:
+    geometry, device = plan.geometry, plan.device
+    rows, heads = len(case.query) + SPARE_ROWS, geometry.heads_per_rank
+    keys = oracle.shard_cache(case.cache.keys, geometry.world_size)[plan.rank]
+
+    def words(*shape: int) -> torch.Tensor:
+        return torch.full(shape, OLD_WORD, dtype=torch.int32, device=device)
+
+    return Window(
+        float8(case.query, device),
+        float8(keys, device),
+        tensor(case.cache.table, device),
+        tuple(tensor(x, device) for x in (case.qo_lens, case.kv_lens, case.qo_offset)),
+        tensor(case.counts, device),
+        torch.full((rows, 4, geometry.score_columns), OLD_SCORE, device=device),
+        words(4, rows, 33),
+        words(geometry.world_size, heads, rows, 33),
+        words(rows, heads, 16),
+    )
+
+
+def prefill_local(
+    plan: MSAIcpIndexerPlan, case: Prefill, window: Window, pool: torch.Tensor | None = None
+) -> None:
+    """The part of a prefill before the exchange, window plan included."""
+    bounds = {
+        "total_q": len(case.query),
+        "max_query_len": len(case.query),
+        "max_seq_len": plan.geometry.max_model_len,
+    }
+    window_plan = plan.prefill_window_plan(*window.lengths, **bounds)
+    plan.prefill_local(
+        window.query,
+        window.index_k,
+        window.block_table,
+        window_plan,
+        window.score_scratch,
+        window.num_valid_pages,
+        window.carrier,
+        pool,
+    )
+
+
+class Mailbox:
+    """What the ranks of one process send each other, in place of a process group."""
+
+    def __init__(self, world_size: int) -> None:
+        self.barrier = threading.Barrier(world_size, timeout=120)
+        self.messages: dict[int, torch.Tensor] = {}
+
+    def exchange(self, rank: int, received: torch.Tensor, message: torch.Tensor) -> None:
+        self.messages[rank] = message
+        self.barrier.wait()
+        for source in range(len(received)):
+            received[source].copy_(self.messages[source][rank])
+        self.barrier.wait()
+
+
+class LocalGroup(NamedTuple):
+    rank: int
+    mailbox: Mailbox
+
+
+def use_local_groups(monkeypatch: Any) -> None:
+    """Makes the package's exchange go through LocalGroups instead of torch.distributed."""
+    from msa_icp_torch import exchange
+
+    monkeypatch.setattr(exchange, "check_group", lambda group, world_size, rank: None)
+    monkeypatch.setattr(
+        exchange,
+        "all_to_all",
+        lambda received, message, group: group.mailbox.exchange(group.rank, received, message),
+    )
+
+
+class Group:
+    """All ranks' plans and receive storage; each call runs every rank, on a thread of its own."""
+
+    def __init__(self, world_size: int, page_size: int, **changes: Any) -> None:
+        mailbox = Mailbox(world_size)
+        self.plans = [
+            prepare(world_size, page_size, rank, group=LocalGroup(rank, mailbox), **changes)
+            for rank in range(world_size)
+        ]
+        self.comms: list[MSAIcpComm] = [plan.init_comm() for plan in self.plans]
+
+    def each(self, call: Callable[[int, MSAIcpIndexerPlan], Any]) -> list[Any]:
+        with ThreadPoolExecutor(len(self.plans)) as pool:
+            return list(pool.map(call, range(len(self.plans)), self.plans))
+
+    def decode(self, steps: list[Step], query_len: int, **options: Any) -> None:
+        options = {"slot": 0, "tagged": False} | options
+        self.each(
+            lambda rank, plan: plan.decode(
+                *steps[rank], comm=self.comms[rank], decode_query_len=query_len, **options
+            )
+        )
+
+
+def outputs(tensors: list[torch.Tensor]) -> Array:
+    """All ranks' outputs as one, heads joined."""
+    return np.concatenate([x.cpu().numpy() for x in tensors], axis=1)
+
+
+def planes(tensors: list[torch.Tensor]) -> Array:
+    """All ranks' score planes [W, rows, 4, K]."""
+    return np.stack([x.cpu().numpy() for x in tensors])
