@@ -277,7 +277,7 @@ class Ranks(NamedTuple):
         if AXIS in spec:
             parts = np.split(value, self.plan.geometry.world_size, axis=tuple(spec).index(AXIS))
             value = np.stack(parts)
-        return jax.device_put(value, jax.devices()[0], may_alias=False)
+        return jax.device_put(value, may_alias=False)
 
     def get(self, value: jax.Array, spec: P = ALL) -> Array:
         """The whole array back."""
@@ -344,7 +344,9 @@ class Ranks(NamedTuple):
             self.plan.prefill_window_plan,
             static_argnames=("total_q", "max_query_len", "max_seq_len"),
         )(
-            *jax.device_put((case.qo_lens, case.kv_lens, case.qo_offset), jax.devices()[0]),
+            case.qo_lens,
+            case.kv_lens,
+            case.qo_offset,
             total_q=len(case.query),
             max_query_len=len(case.query),
             max_seq_len=self.plan.geometry.max_model_len,
