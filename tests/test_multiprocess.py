@@ -1,0 +1,65 @@
+"""Real jax.distributed runs: one process for each rank, the exchange between processes (gloo)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("multiprocess_worker.py")
+TIME_LIMIT = 240  # seconds for all processes of a run together
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(world_size: int, tmp_path: Path) -> list[tuple[int, str]]:
+    """(exit code, output) of every rank's process; whatever is left at the limit is ended."""
+    coordinator = f"127.0.0.1:{free_port()}"
+    # One device a process: the session's four virtual ones are not inherited.
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "PYTHONPATH": os.pathsep.join([str(WORKER.parents[1]), str(WORKER.parent)]),
+    }
+    logs = [tmp_path / f"rank{rank}.log" for rank in range(world_size)]
+    processes = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, "-Werror", str(WORKER), coordinator, str(world_size), str(rank)]
+        with log.open("w") as output:
+            processes.append(
+                subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+            )
+    deadline = time.monotonic() + TIME_LIMIT
+    try:
+        # One rank that fails would leave the others waiting for it, so it ends the run.
+        while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
+            if any(p.poll() not in (None, 0) for p in processes):
+                time.sleep(2)  # time for the others to say what they saw
+                break
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [(p.returncode, log.read_text()) for p, log in zip(processes, logs, strict=True)]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_processes_agree_with_the_oracle(world_size: int, tmp_path: Path) -> None:
+    results = run_ranks(world_size, tmp_path)
+    report = "\n".join(
+        f"---- rank {rank}: exit code {code}\n{text[-4000:]}"
+        for rank, (code, text) in enumerate(results)
+    )
+    assert [code for code, _ in results] == [0] * world_size, report
+    for rank, (_, text) in enumerate(results):
+        assert f"rank {rank} of {world_size}: right" in text, report
