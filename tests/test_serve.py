@@ -95,6 +95,7 @@ def assert_everything_is_donated(server: Server) -> None:
         assert program.memory_analysis().alias_size_in_bytes >= local_bytes
     server.run_step()
     assert all(x.is_deleted() for x in given)
+    server.drain()
 
 
 def assert_no_host_in_the_step(server: Server) -> None:

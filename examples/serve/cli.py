@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from serve import aot, check
 from serve.model import Config, Params, init_params
-from serve.server import Request, Server
+from serve.server import LAG, Request, Server
 from serve.workload import Workload
 
 MAX_RANKS = 4
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--steps", type=int, default=200, help="steps of each server (200)")
+    add("--steps", type=step_count, default=200, help="steps of each server (200)")
     add("--seed", type=int, default=1, help="of the request stream (1)")
     add("--page-size", type=int, default=128, choices=(128, 256))
     add("--one-device", action="store_true", help="run all ranks on one device")
@@ -64,6 +64,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add("--load", type=Path, metavar="DIR", help="run the decode step saved there, and stop")
     return parser.parse_args(arguments)
+
+
+def step_count(text: str) -> int:
+    """More than are on their way at a time, so that there is something to read and measure."""
+    if int(text) <= LAG + 1:
+        raise argparse.ArgumentTypeError(f"must be more than {LAG + 1}, got {text}")
+    return int(text)
 
 
 def device_mesh(world_size: int) -> Mesh | None:
@@ -97,7 +104,8 @@ def serve(server: Server, workload: Workload, steps: int, progress: str | None =
                 requests.append(request)
                 server.submit(request)
             tokens += server.run_step()
-            memory.append(check.live_bytes() - server.pending_bytes)
+            if step > LAG:  # from then on as many reports are on their way as ever
+                memory.append(check.live_bytes())
             if step == steps // 4:
                 resident = check.resident_bytes()
             if progress:
@@ -133,7 +141,7 @@ def verdict(config: Config, params: Params, runs: dict[str, Run]) -> dict[str, A
     )
     facts = {name: run.facts for name, run in runs.items()}
     return {
-        "identical": same and wrong == 0,
+        "identical": bool(answered) and same and wrong == 0,
         "recompilations": sum(fact["recompilations"] for fact in facts.values()),
         "memory_flat": all(fact["device_growth_bytes"] == 0 for fact in facts.values()),
         "requests": len(answered),
@@ -141,7 +149,7 @@ def verdict(config: Config, params: Params, runs: dict[str, Run]) -> dict[str, A
         "tokens_equal_to_dense_attention": sum(len(r.answer) for r in short) - wrong,
         "tokens_past_16_blocks": sum(len(request.answer) for request in long),
         "of_these_dense_attention_would_change": sparse,
-        "most_blocks": max(check.blocks(request) for request in answered),
+        "most_blocks": max((check.blocks(request) for request in answered), default=0),
         "prompt_tokens_reused": sum(request.reused for request in answered),
         "servers": facts,
     }

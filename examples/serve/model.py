@@ -91,9 +91,12 @@ class Schedule(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the host reads some steps later, to stream tokens and to see who is finished."""
+    """What the host reads some steps later, to stream tokens and to see who is finished.
 
-    decoded: jax.Array  # int32 [B, L], -1 after the accepted tokens
+    Every program returns the same shapes, whatever its own.
+    """
+
+    decoded: jax.Array  # int32 [largest bucket, L], -1 after the accepted tokens
     first: jax.Array  # int32 [S], a prompt's first answer token, -1 elsewhere
 
 
@@ -248,7 +251,8 @@ def step(
     split = decoding.tokens.shape[0]
     decoded, state = accept(config, state, schedule, decoding, best[:split])
     first, state = first_tokens(state, schedule, best[split:])
-    return cache, state, Report(decoded, first)
+    report = Report(fill(decoded, max(config.decode_buckets)), fill(first, config.segments))
+    return cache, state, report
 
 
 def forward(
@@ -387,6 +391,12 @@ def accept(
         tokens=state.tokens.at[slots[:, None], where].set(decoded, mode="drop"),
         lengths=state.lengths.at[slots].set(length + count, mode="drop"),
     )
+
+
+def fill(tokens: jax.Array, rows: int) -> jax.Array:
+    """Adds rows of -1."""
+    shape = (rows - tokens.shape[0], *tokens.shape[1:])
+    return jnp.concatenate([tokens, jnp.full(shape, -1, tokens.dtype)])
 
 
 def first_tokens(state: State, schedule: Schedule, best: jax.Array) -> tuple[jax.Array, State]:

@@ -172,11 +172,6 @@ class Server:
     def devices(self) -> int:
         return self.programs.mesh.size if self.programs.mesh is not None else 1
 
-    @property
-    def pending_bytes(self) -> int:
-        """Of the reports on their way; it varies with the shapes of the steps they are from."""
-        return sum(array.nbytes for *_, report in self.sent for array in report)
-
     def warm_up(self) -> None:
         """Compiles one program a shape and runs each once on padding; later steps compile none."""
         buckets = self.config.decode_buckets
