@@ -199,7 +199,8 @@ class MSAIcpIndexerPlan:
         arguments.pool(pool, self.decode_pool_shape())
         self._check_comm_once(comm)
         self._check_written(
-            _written(comm, tagged) | {"scores": None if fused else scores, "output": output},
+            {"scores": None if fused else scores, "output": output, "pool": pool}
+            | _written(comm, tagged),
             {
                 "index_q": index_q,
                 "index_k": index_k,
@@ -308,7 +309,11 @@ class MSAIcpIndexerPlan:
         self._arguments.plane("score_scratch", score_scratch, tokens, fused=fused)
         self._arguments.pool(pool, self.prefill_pool_shape())
         self._check_written(
-            {"score_scratch": None if fused else score_scratch, "carrier_view": carrier_view},
+            {
+                "score_scratch": None if fused else score_scratch,
+                "carrier_view": carrier_view,
+                "pool": pool,
+            },
             {
                 "query": query,
                 "index_k": index_k,
@@ -427,14 +432,19 @@ class MSAIcpIndexerPlan:
           RuntimeError: inside CUDA graph capture.
         """
         self._refuse_capture("warmup")
-        shape, plan = None, self._jax_plan
+        shape, scorer_plan = None, self._jax_plan
         if index_k is not None:
             self._arguments.index_k(index_k)
             base, row_offset = pages.base_of(index_k)
-            shape, plan = tuple(base.shape), _at_row_offset(plan, row_offset)
+            shape, scorer_plan = tuple(base.shape), _at_row_offset(scorer_plan, row_offset)
         with self._bridge.guard():
             programs_of = Warmup(
-                plan, self._bridge.jax_device, self._bridge.donates, shape, table_width
+                self._jax_plan,
+                scorer_plan,
+                self._bridge.jax_device,
+                self._bridge.donates,
+                shape,
+                table_width,
             )
             programs_of.decode(batch_sizes, query_lens)
             programs_of.prefill()

@@ -20,6 +20,7 @@ class Warmup:
 
     Args:
       plan: the plan whose programs are compiled.
+      scorer_plan: the same for the place of the index keys in their pages, for the scorers.
       device: the device that they run on.
       donates: whether they write in place.
       index_k: shape of the index-key buffer, or None to leave the scorers out.
@@ -29,6 +30,7 @@ class Warmup:
     def __init__(
         self,
         plan: MSAIcpIndexerPlan,
+        scorer_plan: MSAIcpIndexerPlan,
         device: jax.Device,
         donates: bool,
         index_k: tuple[int, ...] | None,
@@ -36,6 +38,7 @@ class Warmup:
     ) -> None:
         geometry = plan.geometry
         self.plan = plan
+        self.scorer_plan = scorer_plan
         self.donates = donates
         self.sharding = SingleDeviceSharding(device)
         if table_width is None:
@@ -82,7 +85,7 @@ class Warmup:
             self.index_k,
             self._array(limits.max_num_seqs, self.table_width),
         )
-        local = programs.prefill_local(plan, fused, self.donates)
+        local = programs.prefill_local(self.scorer_plan, fused, self.donates)
         carrier = self._array(NUM_HEADS, tokens, rows.ROW_WORDS)
         local.lower(inputs, window_plan, counts, self._plane(tokens, fused), carrier).compile()
 
@@ -112,7 +115,7 @@ class Warmup:
             self._array(batch),
         )
         generations = self._array(NUM_SLOTS, NUM_HEADS, capacity) if tagged else None
-        local = programs.decode_rows(plan, query_len, fused, True, self.donates)
+        local = programs.decode_rows(self.scorer_plan, query_len, fused, True, self.donates)
         local.lower(inputs, counts, slot, self._plane(tokens, fused), generations).compile()
 
     def _plane(self, tokens: int, fused: bool) -> jax.ShapeDtypeStruct | None:

@@ -1,0 +1,174 @@
+"""Torch tensors on the GPU: order with work in flight, results in place, no capture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from chains import check_output, make_plan, random_decode, random_prefill
+
+torch = pytest.importorskip("torch", reason="torch is not installed (extra torch)")
+
+import torch_inputs  # noqa: E402
+from torch_inputs import decode_step, prefill_local, prefill_window  # noqa: E402
+
+from msa_icp_torch import exchange  # noqa: E402
+
+
+def _both_have_a_gpu() -> bool:
+    return torch.cuda.is_available() and jax.devices()[0].platform == "gpu"
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not _both_have_a_gpu(), reason="needs a GPU that torch and JAX see"),
+]
+
+TOKENS = 97
+SEGMENTS = [(40, 260, 300), (0, 0, 0), (57, 0, 57)]
+
+
+def prepare(rank: int = 0) -> Any:
+    device = torch.device("cuda", 0)
+    return torch_inputs.prepare(2, 128, rank, device=device, backend="auto", precision="exact")
+
+
+@pytest.fixture
+def self_exchange(monkeypatch: Any) -> None:
+    """A rank that hears only itself, twice; enough to see order and memory."""
+    monkeypatch.setattr(exchange, "check_group", lambda *_: None)
+    monkeypatch.setattr(
+        exchange, "all_to_all", lambda received, message, group: received.copy_(message)
+    )
+
+
+def busy() -> None:
+    """Keeps the current stream busy for some milliseconds."""
+    torch.cuda._sleep(20_000_000)
+
+
+def rows(case: Any, rank: int) -> Any:
+    return case.rows(make_plan(2, 128), rank)
+
+
+@pytest.mark.parametrize("side", [False, True])
+def test_prefill_waits_for_work_in_flight(side):
+    """Inputs written late on the current stream, by kept and fresh imports alike."""
+    plan = prepare()
+    case = random_prefill(SEGMENTS, TOKENS, 128)
+    window = prefill_window(plan, case)
+    prefill_local(plan, case, window)  # compiles, and keeps the imports
+    want = rows(case, 0)
+    late = [window.query, window.index_k, window.block_table, window.num_valid_pages]
+    values = [tensor.clone() for tensor in late]
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    for _ in range(50):
+        with torch.cuda.stream(stream):
+            for tensor in late:
+                tensor.view(torch.uint8).zero_()
+            window.carrier.zero_()
+            busy()
+            for tensor, value in zip(late, values, strict=True):
+                tensor.copy_(value)
+            prefill_local(plan, case, window)
+            # Behind the call on the same stream: must not reach it.
+            found = window.carrier.clone()
+            for tensor in late:
+                tensor.view(torch.uint8).zero_()
+        stream.synchronize()
+        np.testing.assert_array_equal(found[:, :TOKENS].cpu().numpy(), want)
+
+
+def test_prefill_of_both_ranks_agrees_with_the_oracle():
+    case = random_prefill(SEGMENTS, TOKENS, 128)
+    plans = [prepare(rank) for rank in range(2)]
+    windows = [prefill_window(plan, case) for plan in plans]
+    for plan, window in zip(plans, windows, strict=True):
+        pointer = window.carrier.data_ptr()
+        prefill_local(plan, case, window)
+        assert window.carrier.data_ptr() == pointer
+    for plan, window in zip(plans, windows, strict=True):
+        owned = slice(2 * plan.rank, 2 * plan.rank + 2)
+        received = torch.stack([w.carrier[owned] for w in windows])
+        plan.prefill_merge(received, window.num_valid_pages, window.output)
+    output = torch_inputs.outputs([w.output for w in windows])
+    check_output(make_plan(2, 128), case, output)
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_decode_writes_in_place_without_growing(self_exchange, tagged):
+    """`deliver` raises where a result lies elsewhere than the caller's tensor."""
+    plan = prepare()
+    case = random_decode([300, 0, 4000, 1], 2, 128)
+    step, comm = decode_step(plan, case), plan.init_comm()
+
+    def call(slot: int) -> None:
+        plan.decode(*step, comm=comm, slot=slot, tagged=tagged, decode_query_len=2)
+
+    for slot in range(3):
+        call(slot)
+    torch.cuda.synchronize()
+    used = torch.cuda.memory_allocated()
+    for slot in range(3, 300):
+        call(slot)
+    torch.cuda.synchronize()
+    assert comm.errors.item() == 0
+    assert torch.cuda.memory_allocated() == used
+    assert not comm.recv[..., 32].any()
+    want = case.plane(make_plan(2, 128), 0).over(
+        np.full(step.scores.shape, torch_inputs.OLD_SCORE, np.float32)
+    )
+    np.testing.assert_array_equal(step.scores.cpu().numpy(), want)
+
+
+def test_inputs_may_be_dropped_after_the_call():
+    plan = prepare()
+    case = random_prefill(SEGMENTS, TOKENS, 128)
+    window = prefill_window(plan, case)
+    for _ in range(50):
+        inputs = prefill_window(plan, case)
+        busy()
+        prefill_local(plan, case, inputs._replace(carrier=window.carrier))
+        del inputs
+        # The freed memory, overwritten on the same stream.
+        _ = [torch.full((1 << 20,), 0x7F, dtype=torch.uint8, device="cuda") for _ in range(8)]
+        found = window.carrier[:, :TOKENS].cpu().numpy()
+        np.testing.assert_array_equal(found, rows(case, 0))
+
+
+def test_a_cpu_tensor_beside_gpu_ones_is_refused(self_exchange):
+    plan = prepare()
+    step, comm = decode_step(plan, random_decode([300], 1, 128)), plan.init_comm()
+    for name in step._fields:
+        mixed = step._replace(**{name: getattr(step, name).cpu()})
+        with pytest.raises(TypeError, match=f"^{name} must be .* on cuda:0"):
+            plan.decode(*mixed, comm=comm, slot=0, tagged=False, decode_query_len=1)
+
+
+def test_an_unaligned_output_is_refused(self_exchange):
+    plan = prepare()
+    step, comm = decode_step(plan, random_decode([300], 1, 128)), plan.init_comm()
+    memory = torch.zeros(step.output.numel() + 1, dtype=torch.int32, device="cuda")
+    output = memory[1:].view(step.output.shape)
+    with pytest.raises(ValueError, match="output must start at a multiple of 16 bytes"):
+        plan.decode(
+            *step._replace(output=output), comm=comm, slot=0, tagged=False, decode_query_len=1
+        )
+
+
+def test_capture_is_refused(self_exchange):
+    plan = prepare()
+    step, comm = decode_step(plan, random_decode([300], 1, 128)), plan.init_comm()
+    plan.decode(*step, comm=comm, slot=0, tagged=False, decode_query_len=1)
+    before = step.output.clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(RuntimeError, match="decode cannot be captured in a CUDA graph"):
+            plan.decode(*step, comm=comm, slot=1, tagged=False, decode_query_len=1)
+        before.add_(0)  # a graph must not be empty
+    torch.cuda.synchronize()
+    assert torch.equal(step.output, before)

@@ -1,0 +1,382 @@
+"""Imports and their lifetime: nothing copied, nothing leaked, nothing mistaken for another."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import resource
+import warnings
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+import oracle
+import pytest
+from chains import OLD_WORD, check_output, make_plan, random_decode, random_prefill
+from inputs import nothing_compiles
+
+torch = pytest.importorskip("torch", reason="torch is not installed (extra torch)")
+
+import torch_inputs  # noqa: E402
+from torch_inputs import CPU, Group, decode_step, outputs, prefill_window  # noqa: E402
+
+from msa_icp_torch import exchange, pages  # noqa: E402
+from msa_icp_torch.bridge import Bridge, check_apart  # noqa: E402
+
+
+@pytest.fixture
+def bridge() -> Bridge:
+    return Bridge(CPU)
+
+
+def page(seed: int) -> torch.Tensor:
+    return torch.full((1024,), seed, dtype=torch.int32)
+
+
+# ---- one import ----
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.float8_e4m3fn])
+def test_an_import_shares_the_bytes(bridge, dtype):
+    tensor = torch.randint(0, 100, (4, 4, 256), dtype=torch.uint8).view(dtype)
+    array = bridge.fresh(tensor)
+    assert array.unsafe_buffer_pointer() == tensor.data_ptr()
+    assert array.shape == tuple(tensor.shape)
+    assert array.dtype.name == str(dtype).removeprefix("torch.")
+    assert np.asarray(array).tobytes() == tensor.view(torch.uint8).numpy().tobytes()
+    back = bridge.export(array)
+    assert back.data_ptr() == tensor.data_ptr()
+    assert back.dtype == dtype
+
+
+def test_every_float8_code_arrives_unconverted(bridge):
+    codes = torch.arange(256, dtype=torch.uint8)
+    array = bridge.fresh(codes.view(torch.float8_e4m3fn))
+    np.testing.assert_array_equal(np.asarray(array).view(np.uint8), codes.numpy())
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 1, 128), (1, 1), (3, 1, 2)])
+def test_sizes_of_one_keep_their_layout(bridge, shape):
+    """Strides of size-1 dimensions mean nothing, whatever they are."""
+    values = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape)
+    odd = [7 if size == 1 else s for size, s in zip(shape, values.stride(), strict=True)]
+    tensor = values.as_strided(shape, odd)
+    array = bridge.fresh(tensor)
+    assert array.unsafe_buffer_pointer() == tensor.data_ptr()
+    np.testing.assert_array_equal(np.asarray(array), values.numpy())
+    assert torch.equal(bridge.export(array), values)
+
+
+@pytest.mark.parametrize("skip", [1, 4, 8])
+def test_an_unaligned_tensor_is_copied(bridge, skip):
+    tensor = torch.arange(100, dtype=torch.int32)[skip:]
+    array = bridge.fresh(tensor)
+    assert array.unsafe_buffer_pointer() != tensor.data_ptr()
+    np.testing.assert_array_equal(np.asarray(array), tensor.numpy())
+    tensor.zero_()
+    assert np.asarray(bridge.kept(tensor)).max() == 0, "a copy must not be kept"
+
+
+def test_an_input_outlives_its_tensor(bridge):
+    tensor = page(3)
+    array = bridge.fresh(tensor)
+    del tensor
+    others = [page(9) for _ in range(50)]
+    assert (np.asarray(array) == 3).all()
+    assert len(others) == 50
+
+
+# ---- kept imports ----
+
+
+def test_a_kept_import_is_reused_and_sees_new_values(bridge):
+    tensor = page(1)
+    array = bridge.kept(tensor)
+    assert bridge.kept(tensor) is array
+    tensor.fill_(5)
+    assert (np.asarray(jax.jit(lambda x: x + 0)(bridge.kept(tensor))) == 5).all()
+
+
+def test_a_kept_import_goes_with_the_callers_tensor(bridge):
+    """It holds the storage, but never longer than the caller's own tensor lives."""
+    tensor = page(1)
+    storage = weakref.ref(tensor.untyped_storage())
+    array = weakref.ref(bridge.kept(tensor))
+    gone = weakref.ref(tensor)
+    del tensor
+    gc.collect()
+    assert gone() is None
+    assert array() is None
+    assert storage() is None
+    assert not bridge._kept
+
+
+def test_a_reused_address_is_never_mistaken(bridge):
+    """Freed tensors' addresses come back; each new tensor must be read as what it is."""
+    addresses, reused = set(), 0
+    for i in range(400):
+        tensor = page(i)
+        reused += tensor.data_ptr() in addresses
+        addresses.add(tensor.data_ptr())
+        found = bridge.kept(tensor)
+        assert found.unsafe_buffer_pointer() == tensor.data_ptr()
+        assert int(found[-1]) == i
+        del tensor, found
+    assert reused > 100, "the allocator did not reuse addresses: the test shows nothing"
+    assert not bridge._kept
+
+
+def test_another_shape_or_dtype_at_the_same_address(bridge):
+    memory = page(0)
+    views = [memory, memory.view(32, 32), memory[:512], memory.view(torch.float32)]
+    arrays = [bridge.kept(view) for view in views]
+    assert [array.shape for array in arrays] == [tuple(view.shape) for view in views]
+    assert [array.dtype.name for array in arrays] == ["int32", "int32", "int32", "float32"]
+    assert len({array.unsafe_buffer_pointer() for array in arrays}) == 1
+    assert all(bridge.kept(v) is a for v, a in zip(views, arrays, strict=True))
+
+
+@pytest.mark.parametrize("change", ["data", "set_", "resize_"])
+def test_a_tensor_that_moves_is_imported_again(bridge, change):
+    tensor = page(1)
+    old = bridge.kept(tensor)
+    if change == "data":
+        tensor.data = page(2)
+    elif change == "set_":
+        tensor.set_(page(2))
+    else:
+        tensor.resize_(1 << 20).fill_(2)
+    new = bridge.kept(tensor)
+    assert new is not old
+    assert new.unsafe_buffer_pointer() == tensor.data_ptr()
+    assert new.shape == tuple(tensor.shape)
+    assert (np.asarray(new) == 2).all()
+
+
+def test_touching_spans_do_not_overlap():
+    memory = torch.zeros(8, dtype=torch.int32)
+    check_apart({"a": memory[:4], "b": memory[4:4]}, {"c": memory[4:], "d": memory[2:2]})
+    with pytest.raises(ValueError, match="a is written and must not overlap c"):
+        check_apart({"a": memory[:5]}, {"c": memory[4:]})
+
+
+# ---- whole calls ----
+
+
+@pytest.fixture
+def local_groups(monkeypatch: Any) -> None:
+    torch_inputs.use_local_groups(monkeypatch)
+
+
+def test_index_keys_off_the_grid_are_copied_with_one_warning(local_groups):
+    group = Group(2, 128)
+    case = random_decode([300, 17], 2, 128)
+    shards = oracle.shard_cache(case.cache.keys, 2)
+    steps = []
+    for plan in group.plans:
+        memory = torch.zeros(shards[plan.rank].size + 80, dtype=torch.uint8)
+        start = -memory.data_ptr() % 64 + 16
+        view = memory[start : start + shards[plan.rank].size].view(shards[plan.rank].shape)
+        view.copy_(torch_inputs.tensor(shards[plan.rank]))
+        steps.append(decode_step(plan, case, view.view(torch.float8_e4m3fn)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            group.decode(steps, 2)
+            check_output(make_plan(2, 128), case, outputs([s.output for s in steps]))
+    messages = [str(w.message) for w in caught if w.category is RuntimeWarning]
+    assert len(messages) == len(group.plans), "once a plan, not once a call"
+    assert all("index_k is copied in every call" in message for message in messages)
+
+
+def test_index_keys_are_imported_once(local_groups, monkeypatch):
+    group = Group(2, 128)
+    case = random_decode([300, 17], 2, 128)
+    steps = [decode_step(plan, case) for plan in group.plans]
+    group.decode(steps, 2)
+    addresses = {step.index_k.data_ptr() for step in steps}
+    imported = []
+    stock = jax.dlpack.from_dlpack
+
+    def spy(tensor: torch.Tensor, **options: Any) -> jax.Array:
+        imported.append(tensor.data_ptr())
+        return stock(tensor, **options)
+
+    monkeypatch.setattr(jax.dlpack, "from_dlpack", spy)
+    group.decode(steps, 2)
+    assert imported
+    assert not addresses & set(imported)
+
+
+def test_inference_mode(local_groups):
+    """Serving code allocates and calls inside it; storage made before it stays usable."""
+    group = Group(2, 128)
+    case = random_decode([300, 17], 2, 128)
+    with torch.inference_mode():
+        steps = [decode_step(plan, case) for plan in group.plans]
+        inner = [plan.init_comm() for plan in group.plans]
+    group.decode(steps, 2)
+    group.comms = inner
+    for _ in range(2):
+        group.decode(steps, 2, tagged=True)
+    check_output(make_plan(2, 128), case, outputs([s.output for s in steps]))
+
+
+def test_repeats_compile_nothing(local_groups):
+    """Not for other values, other tensors, another slot, or a second plan of equal limits."""
+    group = Group(2, 128)
+    case = random_decode([300, 17], 2, 128)
+    steps = [decode_step(plan, case) for plan in group.plans]
+    group.decode(steps, 2)
+    other = random_decode([4000, 1], 2, 128, seed=1)
+    twin = Group(2, 128)
+    steps = [decode_step(plan, other) for plan in twin.plans]
+    with nothing_compiles():
+        for slot in range(3):
+            twin.decode(steps, 2, slot=slot)
+
+
+@pytest.mark.parametrize("compound", [False, True])
+def test_warmup_compiles_what_calls_need(monkeypatch, compound):
+    torch_inputs.use_local_groups(monkeypatch)
+    # Limits of its own, so that no other test has compiled these programs.
+    limits = {"max_model_len": 2048 + 512 * compound, "max_num_batched_tokens": 48}
+    group = Group(2, 128, max_decode_tokens=5, max_num_seqs=2, **limits)
+    case = random_decode([300, 17], 2, 128, width=16)
+    window_case = random_prefill([(20, 0, 20), (9, 100, 109)], 48, 128, width=16)
+    shards = oracle.shard_cache(case.cache.keys, 2)
+    steps = []
+    for plan in group.plans:
+        keys = torch_inputs.strided_keys(shards[plan.rank], 192, 64) if compound else None
+        steps.append(decode_step(plan, case, keys))
+        plan.warmup(steps[-1].index_k, table_width=16, batch_sizes=[2], query_lens=[2])
+    steps = [s._replace(scores=s.scores[:4], output=s.output[:4]) for s in steps]
+    windows = [prefill_window(plan, window_case) for plan in group.plans]
+    bounds = {"total_q": 48, "max_query_len": 48, "max_seq_len": limits["max_model_len"]}
+
+    def prefill(rank: int, plan: Any) -> None:
+        window = windows[rank]
+        window_plan = plan.prefill_window_plan(*window.lengths, **bounds)
+        plan.prefill_local(
+            window.query,
+            steps[rank].index_k,
+            window.block_table,
+            window_plan,
+            window.score_scratch,
+            window.num_valid_pages,
+            window.carrier[:, :48].contiguous(),
+        )
+        received = window.received[:, :, :48].contiguous()
+        plan.prefill_merge(received, window.num_valid_pages, window.output)
+
+    with nothing_compiles():
+        group.decode(steps, 2)
+        group.decode(steps, 2, slot=1, tagged=True)
+        group.each(prefill)
+
+
+def test_warmup_without_the_cache_compiles_the_merges(monkeypatch):
+    torch_inputs.use_local_groups(monkeypatch)
+    plan = torch_inputs.prepare(2, 128, 0, max_num_batched_tokens=24, max_num_seqs=3)
+    plan.warmup()
+    window = prefill_window(plan, random_prefill([(20, 0, 20)], 24, 128))
+    received = window.received[:, :, :24].contiguous()
+    with nothing_compiles():
+        plan.prefill_merge(received, window.num_valid_pages, window.output)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"table_width": 0}, "table_width must"),
+        ({"batch_sizes": [9]}, "batch_sizes must"),
+        ({"query_lens": [9]}, "query_lens must"),
+        ({"index_k": torch.zeros((4, 48, 128), dtype=torch.float8_e4m3fn)}, "index_k must"),
+    ],
+)
+def test_warmup_checks_its_arguments(options, match):
+    with pytest.raises(ValueError, match=match):
+        torch_inputs.prepare(2, 128, 0).warmup(**options)
+
+
+# ---- memory ----
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+def leaks(call: Any, calls: int) -> int:
+    """Bytes by which the process grows over the calls, after a first tenth of them."""
+    for _ in range(calls // 10):
+        call()
+    gc.collect()
+    before = resident_bytes()
+    for _ in range(calls):
+        call()
+    gc.collect()
+    return resident_bytes() - before
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_ten_thousand_decodes_leak_nothing(monkeypatch, tagged):
+    """Fresh inputs in every call, as serving has them."""
+    monkeypatch.setattr(exchange, "check_group", lambda *_: None)
+    monkeypatch.setattr(
+        exchange, "all_to_all", lambda received, message, group: received.copy_(message)
+    )
+    plan = torch_inputs.prepare(2, 128, 0, max_decode_tokens=1, max_num_seqs=1, max_model_len=512)
+    step = decode_step(plan, random_decode([300], 1, 128, pages=4, width=4))
+    comm, calls = plan.init_comm(), iter(range(10**6))
+
+    def call() -> None:
+        fresh = [tensor.clone() for tensor in (step.index_q, *step[2:5])]
+        plan.decode(
+            fresh[0],
+            step.index_k,
+            *fresh[1:],
+            step.scores,
+            step.output,
+            comm=comm,
+            slot=next(calls),
+            tagged=tagged,
+            decode_query_len=1,
+        )
+
+    # One lost object of 64 bytes in each call would be 640 kB; the allocator's noise is less.
+    assert leaks(call, 10_000) < 4 << 20
+    assert len(plan._bridge._kept) == 1
+
+
+def test_ten_thousand_empty_calls_leak_nothing(monkeypatch):
+    monkeypatch.setattr(exchange, "check_group", lambda *_: None)
+    plan = torch_inputs.prepare(2, 128, 0)
+    step = decode_step(plan, random_decode([], 1, 128))
+    comm = plan.init_comm()
+    none = torch.zeros(0, dtype=torch.int32)
+
+    def call() -> None:
+        plan.decode(*step, comm=comm, slot=0, tagged=False, decode_query_len=1)
+        plan.prefill_merge(torch.zeros((2, 2, 0, 33), dtype=torch.int32), none, step.output)
+
+    assert leaks(call, 10_000) < 2 << 20
+    assert (step.output == OLD_WORD).all()
+
+
+def test_empty_imports_leak_nothing(bridge):
+    assert leaks(lambda: bridge.fresh(torch.zeros((0, 4), dtype=torch.int32)), 10_000) < 2 << 20
+
+
+def test_a_base_buffer_is_kept_with_its_view(bridge):
+    """The view's owner decides, not the buffer made around it."""
+    view = torch_inputs.strided_keys(np.zeros((4, 32, 128), np.uint8), 48, 8)
+    base, row_offset = pages.base_of(view)
+    assert (row_offset, tuple(base.shape)) == (8, (4, 48, 128))
+    array = bridge.remember(view, functools.partial(bridge.fresh, base))
+    del base
+    assert bridge.remember(view, lambda: pytest.fail("imported again")) is array
+    del view, array
+    gc.collect()
+    assert not bridge._kept

@@ -1,0 +1,456 @@
+"""What cannot cross raises, by the argument's name, before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from chains import random_decode, random_prefill
+
+torch = pytest.importorskip("torch", reason="torch is not installed (extra torch)")
+
+import torch_inputs  # noqa: E402
+from torch_inputs import decode_step, prefill_window  # noqa: E402
+
+from msa_icp_torch import bridge  # noqa: E402
+
+WRITTEN = ("scores", "output", "score_scratch", "carrier_view", "received")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Any:
+    return torch_inputs.prepare(2, 128, 0)
+
+
+@pytest.fixture(autouse=True)
+def no_exchange(monkeypatch: Any) -> None:
+    """A call that gets as far as the exchange was not refused."""
+    from msa_icp_torch import exchange
+
+    def reached(*_: Any) -> None:
+        raise AssertionError("the call was not refused")
+
+    monkeypatch.setattr(exchange, "check_group", lambda *_: None)
+    monkeypatch.setattr(exchange, "all_to_all", reached)
+
+
+def decode_arguments(plan: Any) -> dict[str, Any]:
+    step = decode_step(plan, random_decode([300, 17], 2, 128))
+    more = {"comm": plan.init_comm(), "slot": 0, "tagged": False, "decode_query_len": 2}
+    return step._asdict() | more
+
+
+def prefill_arguments(plan: Any) -> dict[str, Any]:
+    window = prefill_window(plan, random_prefill([(20, 0, 20), (3, 0, 3)], 32, 128))
+    window_plan = plan.prefill_window_plan(
+        *window.lengths, total_q=32, max_query_len=32, max_seq_len=128
+    )
+    return {
+        "query": window.query,
+        "index_k": window.index_k,
+        "block_table": window.block_table,
+        "window_plan": window_plan,
+        "score_scratch": window.score_scratch,
+        "num_valid_pages": window.num_valid_pages,
+        "carrier_view": window.carrier,
+    }
+
+
+def merge_arguments(plan: Any) -> dict[str, Any]:
+    window = prefill_window(plan, random_prefill([(20, 0, 20), (3, 0, 3)], 32, 128))
+    return {
+        "received": window.received,
+        "num_valid_pages": window.num_valid_pages,
+        "output": window.output,
+    }
+
+
+def exchange_arguments(plan: Any) -> dict[str, Any]:
+    window = prefill_window(plan, random_prefill([(20, 0, 20), (3, 0, 3)], 32, 128))
+    return {"carrier_view": window.carrier, "received": window.received}
+
+
+def window_arguments(plan: Any) -> dict[str, Any]:
+    window = prefill_window(plan, random_prefill([(20, 0, 20), (3, 0, 3)], 32, 128))
+    names = ("qo_segment_lens", "kv_segment_lens", "qo_offset")
+    bounds = {"total_q": 32, "max_query_len": 32, "max_seq_len": 128}
+    return dict(zip(names, window.lengths, strict=True)) | bounds
+
+
+METHODS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "decode": decode_arguments,
+    "prefill_window_plan": window_arguments,
+    "prefill_local": prefill_arguments,
+    "prefill_exchange": exchange_arguments,
+    "prefill_merge": merge_arguments,
+}
+
+
+def refused(plan: Any, method: str, arguments: dict[str, Any], error: Any, match: str) -> None:
+    written = [k for k in WRITTEN if k in arguments and is_readable(arguments[k])]
+    before = {k: arguments[k].clone() for k in written}
+    with pytest.raises(error, match=match):
+        getattr(plan, method)(**arguments)
+    for name, old in before.items():
+        assert torch.equal(arguments[name], old), name
+    if "comm" in arguments and isinstance(arguments["comm"], torch_inputs.MSAIcpComm):
+        comm = arguments["comm"]
+        for field in ("recv", "tagged_recv", "publish_generations", "expected_generations"):
+            assert not getattr(comm, field).any(), field
+        assert not comm.errors.any()
+
+
+def is_readable(value: Any) -> bool:
+    return torch.is_tensor(value) and value.layout == torch.strided and value.device.type == "cpu"
+
+
+def as_strided_twice(t: torch.Tensor) -> torch.Tensor:
+    """The same values and shape, with rows twice as far apart."""
+    wide = torch.zeros((*t.shape[:-1], 2 * t.shape[-1]), dtype=t.dtype)
+    wide[..., : t.shape[-1]] = t
+    return wide[..., : t.shape[-1]]
+
+
+def every_tensor(*dtypes: Any) -> Any:
+    """Parametrizes over the methods' tensor arguments of some dtypes."""
+    plan = torch_inputs.prepare(2, 128, 0)
+    found = [
+        (method, name)
+        for method, arguments in METHODS.items()
+        for name, value in arguments(plan).items()
+        if torch.is_tensor(value) and value.dtype in dtypes
+    ]
+    return pytest.mark.parametrize(("method", "name"), found)
+
+
+WORDS, FLOATS, FLOAT8 = torch.int32, torch.float32, torch.float8_e4m3fn
+
+
+@every_tensor(WORDS, FLOATS, FLOAT8)
+def test_wrong_dtype(plan, method, name):
+    arguments = METHODS[method](plan)
+    dtypes = (torch.int64, torch.bool, torch.float16)
+    for dtype in dtypes:
+        bad = torch.zeros(arguments[name].shape, dtype=dtype)
+        match = rf"^{name} must be a torch\.\w+ tensor .* got {dtype}"
+        refused(plan, method, arguments | {name: bad}, TypeError, match)
+
+
+@every_tensor(WORDS, FLOATS, FLOAT8)
+def test_not_a_tensor(plan, method, name):
+    arguments = METHODS[method](plan)
+    for bad in ([1, 2], arguments[name].view(torch.uint8).numpy(), 3):
+        refused(plan, method, arguments | {name: bad}, TypeError, f"^{name} must be")
+
+
+@every_tensor(WORDS, FLOATS, FLOAT8)
+def test_another_device(plan, method, name):
+    arguments = METHODS[method](plan)
+    bad = arguments[name].to("meta")
+    refused(plan, method, arguments | {name: bad}, TypeError, rf"^{name} must .* on cpu")
+
+
+@every_tensor(WORDS, FLOATS, FLOAT8)
+def test_wrong_number_of_dimensions(plan, method, name):
+    arguments = METHODS[method](plan)
+    bad = arguments[name][None]
+    refused(plan, method, arguments | {name: bad}, ValueError, f"^{name} must be")
+
+
+@every_tensor(WORDS, FLOATS, FLOAT8)
+def test_strides(plan, method, name):
+    arguments = METHODS[method](plan)
+    tensor = arguments[name]
+    bad = as_strided_twice(tensor) if tensor.ndim > 1 else every_other(tensor)
+    assert bad.shape == tensor.shape
+    match = f"^{name} must .* strides"
+    refused(plan, method, arguments | {name: bad}, ValueError, match)
+
+
+@every_tensor(FLOATS, FLOAT8)
+def test_requires_grad(plan, method, name):
+    arguments = METHODS[method](plan)
+    bad = arguments[name].clone().requires_grad_()
+    match = f"^{name} must not require grad"
+    refused(plan, method, arguments | {name: bad}, TypeError, match)
+
+
+@every_tensor(WORDS, FLOATS)
+def test_sparse(plan, method, name):
+    arguments = METHODS[method](plan)
+    bad = arguments[name].to_sparse()
+    refused(plan, method, arguments | {name: bad}, TypeError, f"^{name} must .* layout")
+
+
+def every_other(t: torch.Tensor) -> torch.Tensor:
+    return t.repeat_interleave(2)[::2]
+
+
+def test_a_negative_bit(plan):
+    arguments = decode_arguments(plan)
+    shape = arguments["scores"].shape
+    bad = torch.zeros(shape, dtype=torch.complex64).conj().imag
+    assert bad.is_neg()
+    match = "^scores must not carry a conjugate or negative bit"
+    refused(plan, "decode", arguments | {"scores": bad}, TypeError, match)
+
+
+# ---- overlaps ----
+
+
+def test_scores_and_output_in_one_allocation(plan):
+    arguments = decode_arguments(plan)
+    scores = arguments["scores"]
+    last = scores.view(-1)[-arguments["output"].numel() :]
+    bad = last.view(torch.int32).view(arguments["output"].shape)
+    refused(plan, "decode", arguments | {"output": bad}, ValueError, "output .* overlap scores|sco")
+
+
+@pytest.mark.parametrize("other", ["num_valid_pages", "seq_lens", "block_table"])
+def test_output_over_an_input(plan, other):
+    arguments = decode_arguments(plan)
+    memory = torch.zeros(10_000, dtype=torch.int32)
+    output, tensor = arguments["output"], arguments[other]
+    bad = {
+        "output": memory[: output.numel()].view(output.shape),
+        other: memory[: tensor.numel()].view(tensor.shape),
+    }
+    match = f"^output is written and must not overlap {other}"
+    refused(plan, "decode", arguments | bad, ValueError, match)
+
+
+def test_output_inside_the_comm(plan):
+    arguments = decode_arguments(plan)
+    comm, output = arguments["comm"], arguments["output"]
+    bad = comm.recv.view(-1)[: output.numel()].view(output.shape)
+    refused(plan, "decode", arguments | {"output": bad}, ValueError, "overlap")
+
+
+def test_the_parts_of_the_comm(plan):
+    arguments = decode_arguments(plan) | {"tagged": True}
+    comm = arguments["comm"]
+    half = comm.publish_generations.view(-1)[: comm.expected_generations.numel()]
+    bad = dataclasses.replace(comm, expected_generations=half.view(comm.expected_generations.shape))
+    match = "comm.publish_generations .* overlap comm.expected_generations"
+    refused(plan, "decode", arguments | {"comm": bad}, ValueError, match)
+
+
+def test_scores_over_the_index_keys(plan):
+    arguments = decode_arguments(plan)
+    scores, keys = arguments["scores"], arguments["index_k"]
+    memory = torch.zeros(scores.numel() * 4 + keys.numel(), dtype=torch.uint8)
+    bad = {
+        "scores": memory[: scores.numel() * 4].view(torch.float32).view(scores.shape),
+        "index_k": memory[1024 : 1024 + keys.numel()].view(keys.dtype).view(keys.shape),
+    }
+    match = "^scores is written and must not overlap index_k"
+    refused(plan, "decode", arguments | bad, ValueError, match)
+
+
+def test_pool_over_the_output(plan):
+    arguments = decode_arguments(plan)
+    pool = torch.zeros(max(plan.decode_pool_shape()[0], 1 << 16), dtype=torch.uint8)
+    output = arguments["output"]
+    bad = pool[: output.numel() * 4].view(torch.int32).view(output.shape)
+    refused(plan, "decode", arguments | {"output": bad, "pool": pool}, ValueError, "overlap")
+
+
+def test_received_over_the_carrier(plan):
+    arguments = exchange_arguments(plan)
+    bad = arguments["carrier_view"].view(arguments["received"].shape)
+    match = "^received is written and must not overlap carrier_view"
+    refused(plan, "prefill_exchange", arguments | {"received": bad}, ValueError, match)
+
+
+def test_inputs_may_share_memory(plan, monkeypatch):
+    from msa_icp_torch import exchange
+
+    monkeypatch.setattr(exchange, "all_to_all", lambda received, *_: received.zero_())
+    arguments = decode_arguments(plan)
+    lengths = torch.tensor([300, 17, 300, 17], dtype=torch.int32)
+    plan.decode(**arguments | {"seq_lens": lengths[:2], "num_valid_pages": lengths})
+
+
+# ---- index keys ----
+
+
+@pytest.mark.parametrize(
+    ("pitch", "first", "match"),
+    [
+        (64 * 128 + 16, 0, "page pitch that is a multiple of 128 bytes"),
+        (64 * 128 + 64, 0, "page pitch that is a multiple of 128 bytes"),
+        (48 * 128, 0, "page pitch that is a multiple of 128 bytes and at least 8192"),
+        (192 * 128, 4 * 128, "multiple of 8 rows"),
+        (192 * 128, 1040, "multiple of 8 rows"),
+        (96 * 128, 0, "not at row 0 of pages of at most 128 rows"),
+    ],
+)
+def test_page_pitch(plan, pitch, first, match):
+    arguments = decode_arguments(plan)
+    memory = torch.zeros(max(8 * pitch, 7 * pitch + 8192), dtype=torch.uint8).view(
+        torch.float8_e4m3fn
+    )
+    bad = memory.as_strided((8, 64, 128), (pitch, 128, 1), first)
+    refused(plan, "decode", arguments | {"index_k": bad}, ValueError, f"^index_k must .*{match}")
+
+
+@pytest.mark.parametrize("shape", [(8, 128, 128), (8, 32, 128), (8, 48, 128), (0, 64, 128)])
+def test_rows_of_another_layout(plan, shape):
+    arguments = decode_arguments(plan)
+    bad = torch.zeros(shape, dtype=torch.float8_e4m3fn)
+    refused(plan, "decode", arguments | {"index_k": bad}, ValueError, "^index_k must be")
+
+
+def test_transposed_rows(plan):
+    arguments = decode_arguments(plan)
+    bad = torch.zeros((8, 128, 64), dtype=torch.uint8).view(torch.float8_e4m3fn).mT
+    match = "^index_k must have strides"
+    refused(plan, "decode", arguments | {"index_k": bad}, ValueError, match)
+
+
+# ---- the plan's limits and modes ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"slot": -1}, ValueError, "^slot must"),
+        ({"slot": True}, TypeError, "^slot must"),
+        ({"tagged": 1}, TypeError, "^tagged must"),
+        ({"enable_pdl": 0}, TypeError, "^enable_pdl must"),
+        ({"decode_query_len": 9}, ValueError, "^decode_query_len must"),
+        ({"decode_query_len": 1}, ValueError, "^index_q must"),
+        ({"scores": None}, TypeError, "^scores must"),
+        ({"output": None}, TypeError, "^output must"),
+        ({"comm": None}, TypeError, "^comm must be an MSAIcpComm"),
+        ({"pool": torch.zeros(1, dtype=torch.uint8)}, ValueError, "^pool must"),
+    ],
+)
+def test_decode_arguments(plan, changes, error, match):
+    refused(plan, "decode", decode_arguments(plan) | changes, error, match)
+
+
+def test_more_than_the_plan_allows(plan):
+    case = random_decode([1] * 9, 1, 128)
+    more = {"comm": plan.init_comm(), "slot": 0, "tagged": False, "decode_query_len": 1}
+    arguments = decode_step(plan, case)._asdict() | more
+    refused(plan, "decode", arguments, ValueError, r"^block_table.shape\[0\]")
+    lengths = torch.ones(9, dtype=torch.int32)
+    names = ("qo_segment_lens", "kv_segment_lens", "qo_offset")
+    bounds = {"total_q": 9, "max_query_len": 1, "max_seq_len": 1}
+    many = dict.fromkeys(names, lengths) | bounds
+    refused(plan, "prefill_window_plan", many, ValueError, r"^qo_segment_lens.shape\[0\]")
+    for name, limit in (("total_q", 4096), ("max_query_len", 4096), ("max_seq_len", 8192)):
+        arguments = window_arguments(plan) | {name: limit + 1}
+        refused(plan, "prefill_window_plan", arguments, ValueError, f"^{name} must")
+
+
+def test_tagged_rows_need_two_layers():
+    plan = torch_inputs.prepare(2, 128, 0, num_sparse_layers=1)
+    arguments = decode_arguments(plan) | {"tagged": True}
+    refused(plan, "decode", arguments, ValueError, "num_sparse_layers >= 2")
+
+
+@pytest.mark.parametrize("name", ["recv_bases", "tagged_recv_bases"])
+def test_one_sided_bases(plan, name):
+    """Seen in a fresh comm, and when they are set after calls that were fine."""
+    arguments = decode_arguments(plan)
+    plan.check_comm(arguments["comm"])
+    getattr(arguments["comm"], name)[1] = 1 << 40
+    match = f"^comm.{name} must be all 0: .* one-sided"
+    refused(plan, "decode", arguments, ValueError, match)
+    with pytest.raises(ValueError, match=match):
+        plan.check_comm(arguments["comm"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "recv",
+        "tagged_recv",
+        "recv_bases",
+        "tagged_recv_bases",
+        "publish_generations",
+        "expected_generations",
+        "errors",
+    ],
+)
+def test_comm_tensors(plan, name):
+    comm = plan.init_comm()
+    good = getattr(comm, name)
+    empty = torch.zeros(0, dtype=good.dtype)
+    for bad, error in ((good.float(), TypeError), (empty, ValueError), (None, TypeError)):
+        broken = dataclasses.replace(comm, **{name: bad})
+        arguments = decode_arguments(plan) | {"comm": broken}
+        with pytest.raises(error, match=f"^comm.{name} must be"):
+            plan.decode(**arguments)
+
+
+@pytest.mark.parametrize(
+    "method", ["decode", "prefill_window_plan", "prefill_local", "prefill_merge"]
+)
+def test_inside_graph_capture(plan, method, monkeypatch):
+    arguments = METHODS[method](plan)
+    from msa_icp_torch import plan as plan_module
+
+    monkeypatch.setattr(plan_module, "is_capturing", lambda device: True)
+    match = f"^{method} cannot be captured in a CUDA graph: .* outside torch.cuda.graph"
+    refused(plan, method, arguments, RuntimeError, match)
+    with pytest.raises(RuntimeError, match="warmup cannot be captured"):
+        plan.warmup()
+
+
+# ---- the constructor ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"route": "direct"}, ValueError, "this build has only the dlpack route"),
+        ({"route": "cake"}, ValueError, "route must be one of 'auto', 'dlpack', 'direct'"),
+        ({"backend": "cake"}, ValueError, "backend must be one of 'auto', 'mosaic', 'xla'"),
+        ({"precision": "tf32"}, ValueError, "precision must be"),
+        ({"rank": None}, TypeError, "rank must be an int"),
+        ({"rank": 2}, ValueError, "rank must be"),
+        ({"world_size": 3}, ValueError, "world_size must be"),
+        ({"page_size": 64}, ValueError, "page_size must be one of 128, 256"),
+        ({"device": "cpu"}, TypeError, "device must be a torch.device"),
+        ({"device": torch.device("meta")}, ValueError, "device must be cpu or cuda"),
+    ],
+)
+def test_prepare(changes, error, match):
+    arguments = {"world_size": 2, "page_size": 128, "rank": 0} | changes
+    with pytest.raises(error, match=match):
+        torch_inputs.prepare(**arguments)
+
+
+def test_routes():
+    for route in ("auto", "dlpack"):
+        assert torch_inputs.prepare(2, 128, 0, route=route).route == "dlpack"
+
+
+def test_a_gpu_that_jax_does_not_have(monkeypatch):
+    """Never a silent CPU: the message names both libraries' cuDNN."""
+
+    def no_gpu(backend: str) -> Any:
+        raise RuntimeError(f"Unknown backend {backend}")
+
+    monkeypatch.setattr(bridge.jax, "local_devices", no_gpu)
+    with pytest.raises(RuntimeError, match=r"no cuda backend .* cuDNN .* JAX's plugin .* cuDNN"):
+        torch_inputs.prepare(2, 128, 0, device=torch.device("cuda", 0))
+
+
+def test_a_device_that_jax_does_not_see(monkeypatch):
+    monkeypatch.setattr(bridge.jax, "local_devices", lambda backend: [])
+    with pytest.raises(RuntimeError, match="JAX does not see device cuda:3"):
+        torch_inputs.prepare(2, 128, 0, device=torch.device("cuda", 3))
+
+
+def test_without_a_process_group(plan, monkeypatch):
+    monkeypatch.undo()
+    arguments = decode_arguments(plan)
+    match = "the exchange needs torch.distributed"
+    refused(plan, "decode", arguments, RuntimeError, match)
+    refused(plan, "prefill_exchange", exchange_arguments(plan), RuntimeError, match)
