@@ -35,6 +35,14 @@ def integer(name: str, value: Any, low: int | None = None, high: int | None = No
     return int(value)
 
 
+def integers(name: str, values: Any, low: int, high: int) -> None:
+    """Checks a sequence of ints, each within the inclusive bounds."""
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise TypeError(f"{name} must be a sequence of ints{_range(low, high)}, got {values!r}")
+    for i, value in enumerate(values):
+        integer(f"{name}[{i}]", value, low, high)
+
+
 def flag(name: str, value: Any) -> bool:
     """Returns `value`, which must be a Python bool."""
     if not isinstance(value, bool):

@@ -818,5 +818,7 @@ class MSAIcpIndexerPlan:
 
 
 def _prefix_sums(lengths: jax.Array) -> jax.Array:
-    """[B + 1] sums of the lengths before each segment; negative lengths count as 0."""
-    return jnp.pad(jnp.cumsum(jnp.maximum(lengths, 0), dtype=jnp.int32), (1, 0))
+    """[B + 1] sums of the lengths before each segment; they saturate where int32 would wrap."""
+    most = 2**30 - 1
+    sums = lax.associative_scan(lambda a, b: jnp.minimum(a + b, most), jnp.clip(lengths, 0, most))
+    return jnp.pad(sums, (1, 0))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from msa_icp_jax import checks, geometry, rows
+from msa_icp_jax import checks, rows
 from msa_icp_jax.comm import comm_specs
 from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, TOPK
 from msa_icp_jax.ops.index_cache import msa_icp_write_index_k
@@ -153,6 +153,8 @@ def _program(
 
 def check_mesh(plan: MSAIcpIndexerPlan, mesh: Mesh) -> None:
     """Raises unless `mesh` has the plan's icp axis with one position per rank."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}")
     size = dict(mesh.shape).get(plan.axis_name)
     if size != plan.geometry.world_size:
         raise ValueError(
@@ -173,15 +175,18 @@ def warmup(
     limits = plan.geometry
     checks.integer("num_pages", num_pages, 1)
     checks.integer("table_width", table_width, 1)
-    query_lens = query_lens or sorted({1, limits.max_decode_query_len})
-    for query_len in query_lens:
-        geometry.check_query_len("query_lens", query_len, limits.max_decode_query_len)
     most = min(limits.max_num_seqs, limits.max_decode_tokens)
-    for batch in batch_sizes or ():
-        checks.integer("batch_sizes", batch, 1, most)
+    if batch_sizes is None:
+        batch_sizes = (most,)
+    if query_lens is None:
+        query_lens = sorted({1, limits.max_decode_query_len})
+    checks.integers("query_lens", query_lens, 1, limits.max_decode_query_len)
+    checks.integers("batch_sizes", batch_sizes, 1, most)
+    if mesh is not None:
+        check_mesh(plan, mesh)
     shapes = _Shapes(plan, mesh, num_pages, table_width)
     tokens_written = {limits.window_tokens}
-    for batch, query_len in itertools.product(batch_sizes or (most,), query_lens):
+    for batch, query_len in itertools.product(batch_sizes, query_lens):
         batch = min(batch, max(1, limits.max_decode_tokens // query_len))
         tokens_written.add(batch * query_len)
         program = plan.decode_program(mesh, decode_query_len=query_len)

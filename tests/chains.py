@@ -1,8 +1,8 @@
 """Inputs of whole chains, and the ranks that run them, for every test above a single stage.
 
 Keys are small integers, so that every score is exact in float32 and a chain must give the oracle's
-answer bit for bit. Whatever a chain must not use is poisoned: unwritten cache rows are NaN, unused
-table slots are garbage, buffers hold a mark that only a write can remove.
+answer bit for bit. Whatever a chain must not use is poisoned: unwritten cache rows are NaN or would
+win, unused table slots are garbage, buffers hold a mark that only a write can remove.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OLD_SCORE = 7.5  # what score buffers, outputs and carriers hold before a call
 OLD_WORD = -77
 SPARE_ROWS = 3  # rows that buffers have beyond the tokens of a call
 GARBAGE = np.array([-1, -(2**31), 2**31 - 1, 10**6], np.int32)
-NANS = np.array([0x7F, 0xFF], np.uint8)
+POISON = np.array([0x7E, 0xFE, 0x7F, 0xFF], np.uint8)  # 448, -448, NaN, -NaN
 GROUPS = [(2, 128), (2, 256), (4, 128), (4, 256)]  # (world size, page size)
 
 
@@ -71,8 +71,10 @@ def small_queries(rng: np.random.Generator, tokens: int) -> Array:
 
 
 def small_keys(rng: np.random.Generator, *shape: int) -> Array:
-    """Bytes [*shape, 128] of integers of at most 4."""
-    return oracle.e4m3_encode(rng.integers(-4, 5, (*shape, 128)))
+    """Bytes [*shape, 128] of integers of at most 4; a few keys have a NaN."""
+    keys = oracle.e4m3_encode(rng.integers(-4, 5, (*shape, 128)))
+    keys[rng.random(shape) < 0.02, 5] = 0xFF
+    return keys
 
 
 class Cache(NamedTuple):
@@ -85,7 +87,10 @@ class Cache(NamedTuple):
 def paged(requests: list[Array], page_size: int, pages: int, width: int, seed: int = 0) -> Cache:
     """Scatters each request's keys [length, 128] over pages of its own; all else is poison."""
     rng = np.random.default_rng(seed)
-    cache = rng.choice(NANS, (pages, page_size, 128))
+    # Rows of +-448, which win against any small integers, and rows of NaN.
+    cache = rng.choice(POISON[:2], (pages, page_size, 128))
+    is_nan = rng.random((pages, page_size)) < 0.25
+    cache[is_nan] = rng.choice(POISON[2:], (is_nan.sum(), 128))
     table = rng.choice(GARBAGE, (len(requests), width))
     free = rng.permutation(pages)
     for b, keys in enumerate(requests):

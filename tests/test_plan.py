@@ -461,3 +461,28 @@ def test_compound_pages() -> None:
     want = plain.decode(case)
     np.testing.assert_array_equal(behind.get(output, chains.OUTPUT), want.output)
     np.testing.assert_array_equal(behind.planes(scores), want.scores)
+
+
+def test_segment_lengths_that_would_wrap_never_overlap() -> None:
+    plan = make_plan(2, 128)
+    lens = jnp.array([2**31 - 1, 2**31 - 1, 5], jnp.int32)
+    window = plan.prefill_window_plan(
+        lens, lens, jnp.zeros(3, jnp.int32), total_q=16, max_query_len=16, max_seq_len=1024
+    )
+    np.testing.assert_array_equal(window.qo_starts, [0, 16, 16])
+    np.testing.assert_array_equal(window.qo_lens, [16, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"batch_sizes": 3}, TypeError, "batch_sizes must be a sequence"),
+        ({"batch_sizes": [99]}, ValueError, r"batch_sizes\[0\] must be an int in \[1, 8\]"),
+        ({"query_lens": [0]}, ValueError, r"query_lens\[0\] must be an int in \[1, 8\]"),
+        ({"mesh": "x"}, TypeError, "mesh must be a jax.sharding.Mesh"),
+        ({"num_pages": 0}, ValueError, "num_pages must be an int >= 1"),
+    ],
+)
+def test_warmup_names_what_is_wrong(changes: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        make_plan(2, 128).warmup(**{"num_pages": 4, "table_width": 4} | changes)
