@@ -605,6 +605,8 @@ class MSAIcpIndexerPlan:
         window) and `write_program` (a full window and every decode batch). An executable belongs to
         the jitted function it was compiled for: a step that a caller jits around the plan's methods
         is warmed up by that caller, with ``step.lower(...).compile()``. No array is allocated.
+        Without a mesh the programs are compiled for arrays that are not committed to a device: to
+        JAX, arguments from ``jax.device_put(x, device)`` are another case, compiled at first call.
 
         Args:
           num_pages: pages of the index-key cache.
