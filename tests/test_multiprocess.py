@@ -24,7 +24,7 @@ def free_port() -> int:
 def run_ranks(world_size: int, tmp_path: Path) -> list[tuple[int, str]]:
     """(exit code, output) of every rank's process; whatever is left at the limit is ended."""
     coordinator = f"127.0.0.1:{free_port()}"
-    # One device a process: the session's four virtual ones are not inherited.
+    # One device a process: this run's four virtual ones are not inherited.
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "",
