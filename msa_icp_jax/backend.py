@@ -7,6 +7,7 @@ import warnings
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from msa_icp_jax import checks
 
@@ -72,6 +73,11 @@ def vary_as(x: jax.Array, *others: Any) -> jax.Array:
     """
     axes = frozenset[str]().union(*(varying_axes(o) for o in others)) - varying_axes(x)
     return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+
+def start_at(*indices: Any) -> tuple[jax.Array, ...]:
+    """Start indices of a dynamic slice, all int32: with x64 on, Python ints would be int64."""
+    return tuple(jnp.asarray(index, jnp.int32) for index in indices)
 
 
 @functools.cache

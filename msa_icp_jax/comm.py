@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from msa_icp_jax import checks, geometry, rows
-from msa_icp_jax.backend import vary_as
+from msa_icp_jax.backend import start_at, vary_as
 from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, round_up
 
 _WORD_BYTES = 4
@@ -160,13 +160,13 @@ def store_legacy(recv: jax.Array, slot: Any, received: jax.Array) -> jax.Array:
     flag = rows.ROW_WORDS - 1
     recv = vary_as(recv, received)
     sizes = (1, *received.shape[:-1], 1)
-    merged = lax.dynamic_slice(recv, (slot, 0, 0, 0, flag), sizes)[0] == 0
+    merged = lax.dynamic_slice(recv, start_at(slot, 0, 0, 0, flag), sizes)[0] == 0
     flags = jnp.where(merged, received[..., flag:], -rows.READY)
     received = jnp.concatenate([received[..., :flag], flags], axis=-1)
-    return lax.dynamic_update_slice(recv, received[None], (slot, 0, 0, 0, 0))
+    return lax.dynamic_update_slice(recv, received[None], start_at(slot, 0, 0, 0, 0))
 
 
 def store_tagged(tagged_recv: jax.Array, slot: Any, received: jax.Array) -> jax.Array:
     """Stores received tagged rows [W, hpr, T, 32, 2] into slot `slot` of the storage."""
     tagged_recv = vary_as(tagged_recv, received)
-    return lax.dynamic_update_slice(tagged_recv, received[None], (slot, 0, 0, 0, 0, 0))
+    return lax.dynamic_update_slice(tagged_recv, received[None], start_at(slot, 0, 0, 0, 0, 0))

@@ -238,12 +238,12 @@ class MSAIcpIndexerPlan:
             output = jnp.full(
                 (tokens, self.geometry.heads_per_rank, TOPK), rows.NO_BLOCK, jnp.int32
             )
-        if tokens == 0:
-            return output, scores, comm
-
         if scores is None and not fused:
             shape = (tokens, NUM_HEADS, self.geometry.score_columns)
             scores = jnp.full(shape, -jnp.inf, jnp.float32)
+        if tokens == 0:
+            return output, scores, comm
+
         score_select = self._decode_fused if fused else self._decode_unfused
         storage = comm if comm is not None else MSAIcpComm.zeros(self.geometry.world_size, tokens)
         message, scores = score_select(

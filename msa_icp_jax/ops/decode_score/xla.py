@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from msa_icp_jax import rows
-from msa_icp_jax.backend import vary_as
+from msa_icp_jax.backend import start_at, vary_as
 from msa_icp_jax.geometry import (
     COLUMN_MULTIPLE,
     MAX_BLOCKS,
@@ -47,9 +47,9 @@ def decode_scores(
     def body(i: jax.Array, plane: jax.Array) -> jax.Array:
         first = jnp.minimum(i * step, columns - step)  # the last step may score columns again
         cols = first + jnp.arange(step, dtype=jnp.int32)
-        old = lax.dynamic_slice(plane, (0, 0, first), (tokens, NUM_HEADS, step))
+        old = lax.dynamic_slice(plane, start_at(0, 0, first), (tokens, NUM_HEADS, step))
         new = jnp.where((cols < written[:, None])[:, None], score_step(cols), old)
-        return lax.dynamic_update_slice(plane, new, (0, 0, first))
+        return lax.dynamic_update_slice(plane, new, start_at(0, 0, first))
 
     score_out = vary_as(score_out, index_q, index_k, block_table, seq_lens, rank)
     return lax.fori_loop(0, cdiv(written.max(), step), body, score_out)

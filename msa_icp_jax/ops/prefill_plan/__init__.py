@@ -22,7 +22,9 @@ from msa_icp_jax.geometry import BLOCK_SIZE, cdiv
 if TYPE_CHECKING:
     from msa_icp_jax.ops.prefill_plan.balance import PrefillWork
 
-_MAX_TOKENS = geometry.MAX_BLOCKS * max(geometry.PAGE_SIZES)  # positions past it are never scored
+_MAX_TOKENS = geometry.MAX_SELECT_COLUMNS * max(
+    geometry.PAGE_SIZES
+)  # positions past it are never scored
 
 
 @jax.tree_util.register_dataclass
@@ -100,13 +102,16 @@ def msa_icp_index_score_sharded_plan(
     kv_lens = _host_lengths("kv_segment_lens", kv_segment_lens, len(qo_lens))
     offsets = _host_lengths("qo_offset", qo_offset, len(qo_lens))
     checks.device("device", device)
-    for b, (qo_len, kv_len, offset) in enumerate(zip(qo_lens, kv_lens, offsets, strict=True)):
+    segments = zip(qo_lens.tolist(), kv_lens.tolist(), offsets.tolist(), strict=True)
+    for b, (qo_len, kv_len, offset) in enumerate(segments):
         if qo_len and offset + qo_len > kv_len:
             raise ValueError(
                 f"qo_offset[{b}] + qo_segment_lens[{b}] must be at most kv_segment_lens[{b}] = "
                 f"{kv_len}, got {offset} + {qo_len}"
             )
-    starts = np.concatenate([[0], np.cumsum(qo_lens)]).astype(np.int32)
+    ends = np.cumsum(qo_lens, dtype=np.int64)
+    checks.integer("sum(qo_segment_lens)", int(ends[-1]) if ends.size else 0, 0, 2**31 - 1)
+    starts = np.concatenate([[0], ends]).astype(np.int32)
     with jax.default_device(device):
         plan = MSAIcpScorePlan(
             jnp.asarray(starts[:-1]),

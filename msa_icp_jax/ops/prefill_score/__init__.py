@@ -69,6 +69,7 @@ def msa_icp_index_score_sharded(
       TypeError, ValueError: an argument has the wrong dtype, shape or value.
     """
     _check_inputs(q, k, block_table, plan, rank, tp, compact, enable_pdl, precision, row_offset)
+    plan = jax.tree.map(jnp.asarray, plan)  # a loop cannot index numpy leaves
     tokens = q.shape[0]
     checks.array("max_score", max_score, jnp.float32, AtLeast(tokens), NUM_HEADS, AtLeast(1))
     checks.integer("max_score.shape[2]", max_score.shape[2], 1, MAX_SELECT_COLUMNS - 1)
@@ -133,6 +134,7 @@ def msa_icp_prefill_score_select(
       TypeError, ValueError: an argument has the wrong dtype, shape or value.
     """
     _check_inputs(q, k, block_table, plan, rank, tp, compact, enable_pdl, precision, row_offset)
+    plan = jax.tree.map(jnp.asarray, plan)  # a loop cannot index numpy leaves
     tokens = q.shape[0]
     checks.array("num_valid_pages", num_valid_pages, jnp.int32, tokens)
     checks.array("carrier", carrier, jnp.int32, NUM_HEADS, AtLeast(tokens), rows.ROW_WORDS)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from msa_icp_jax import rows
-from msa_icp_jax.backend import vary_as
+from msa_icp_jax.backend import start_at, vary_as
 from msa_icp_jax.geometry import MAX_BLOCKS, NUM_HEADS, cdiv, column_offset, column_scale
 from msa_icp_jax.ops import _portable
 from msa_icp_jax.ops._portable import RunningTop16, Shard
@@ -50,7 +50,7 @@ def prefill_scores(
             cols = first + jnp.arange(step, dtype=jnp.int32)
             scores = tile.scores(q, shard, block_table, cols)
             scores = jnp.where(scores == _portable.NEG_INF, scores, scores * sm_scale)
-            start = (tile.start, 0, first)
+            start = start_at(tile.start, 0, first)
             old = lax.dynamic_slice(plane, start, scores.shape)
             write = (tile.live[:, None] & (cols < causal[:, None]))[:, None]
             # A product with sm_scale can make a zero negative again.
@@ -110,7 +110,7 @@ def prefill_rows(
         empty = RunningTop16(*(vary_as(x, carrier) for x in empty))
         last = cdiv(jnp.clip(jnp.where(tile.live, counts, 0).max(), 0, MAX_BLOCKS), scale)
         found = lax.fori_loop(0, cdiv(last, step), body, empty).rows().swapaxes(0, 1)
-        start = (0, tile.start, 0)
+        start = start_at(0, tile.start, 0)
         old = lax.dynamic_slice(carrier, start, found.shape)
         new = jnp.where(tile.live[None, :, None], found, old)
         return lax.dynamic_update_slice(carrier, new, start)
@@ -131,8 +131,8 @@ class _Tile(NamedTuple):
         self, q: jax.Array, shard: Shard, block_table: jax.Array, columns: jax.Array
     ) -> jax.Array:
         """Raw scores float32 [tile, 4, columns] of some columns."""
-        query = lax.dynamic_slice(q, (self.start, 0, 0), (self.live.shape[0], *q.shape[1:]))
-        table = lax.dynamic_slice(block_table, (self.segment, 0), (1, block_table.shape[1]))
+        query = lax.dynamic_slice(q, start_at(self.start, 0, 0), (self.live.shape[0], *q.shape[1:]))
+        table = lax.dynamic_slice(block_table, start_at(self.segment, 0), (1, block_table.shape[1]))
         lengths = self.kv_len[None]
         pages = _portable.pages_of(table, lengths, columns, shard.index_k.shape[0], shard.page_size)
         return _portable.column_scores(

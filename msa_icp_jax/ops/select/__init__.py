@@ -12,7 +12,7 @@ from jax import lax
 
 from msa_icp_jax import checks, geometry
 from msa_icp_jax import rows as candidate_rows
-from msa_icp_jax.backend import takes_mosaic
+from msa_icp_jax.backend import start_at, takes_mosaic
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import MAX_BLOCKS, MAX_SELECT_COLUMNS, NUM_HEADS, NUM_SLOTS
 from msa_icp_jax.ops.select import xla
@@ -166,7 +166,7 @@ def bump_generations(
     if generations is None:
         return None, None
     checks.array("generations", generations, jnp.int32, NUM_SLOTS, NUM_HEADS, AtLeast(tokens))
-    start = (slot, 0, 0)
+    start = start_at(slot, 0, 0)
     current = lax.dynamic_slice(generations, start, (1, generations.shape[1], tokens))
     tags = candidate_rows.next_generation(current)
     return tags[0], lax.dynamic_update_slice(generations, tags, start)
