@@ -31,7 +31,7 @@ def integer(name: str, value: Any, low: int | None = None, high: int | None = No
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} must be an int{_range(low, high)}, got {_describe(value)}")
     if (low is not None and value < low) or (high is not None and value > high):
-        raise ValueError(f"{name} must be an int{_range(low, high)}, got {value}")
+        raise ValueError(f"{name} must be an int{_range(low, high)}, got {_short(value)}")
     return int(value)
 
 
@@ -55,10 +55,10 @@ def finite(name: str, value: Any) -> float:
     allowed = f"a float in [-{_FLOAT32_MAX}, {_FLOAT32_MAX}]"
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be {allowed}, got {_describe(value)}")
-    number = float(value)
-    if not abs(number) <= _FLOAT32_MAX:  # NaN included
-        raise ValueError(f"{name} must be {allowed}, got {value}")
-    return number
+    number = value if isinstance(value, int) else float(value)
+    if not abs(number) <= _FLOAT32_MAX:  # NaN included; an int may be too large for a float
+        raise ValueError(f"{name} must be {allowed}, got {_short(value)}")
+    return float(number)
 
 
 def one_of(name: str, value: Any, allowed: Sequence[Any]) -> Any:
@@ -66,7 +66,7 @@ def one_of(name: str, value: Any, allowed: Sequence[Any]) -> Any:
     if isinstance(value, bool) or not isinstance(value, type(allowed[0]) | np.integer):
         raise TypeError(f"{name} must be one of {_join(allowed)}, got {_describe(value)}")
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {_join(allowed)}, got {value!r}")
+        raise ValueError(f"{name} must be one of {_join(allowed)}, got {_short(value)}")
     return value
 
 
@@ -117,5 +117,11 @@ def _join(allowed: Sequence[Any]) -> str:
 
 
 def _describe(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    return f"{type(value).__name__} {_short(value)}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to print long ints
+        return f"an int of {value.bit_length()} bits"
+    text = str(value) if isinstance(value, int | float | np.number) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

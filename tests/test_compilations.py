@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +27,12 @@ from chains import (
 
 from msa_icp_jax import (
     msa_icp_decode_index_score_sharded,
+    msa_icp_decode_score_publish,
+    msa_icp_index_score_sharded,
+    msa_icp_index_score_sharded_plan,
+    msa_icp_merge_candidates,
+    msa_icp_prefill_score_select,
+    msa_icp_topk_select_prefill,
     msa_icp_topk_select_publish,
     msa_icp_write_index_k,
 )
@@ -179,6 +186,39 @@ def test_ranks_and_offsets_of_the_parts_compile_nothing() -> None:
         for rank in range(4):
             parts(values[rank], values[rank + 1])
     assert log.compiled == log.traced == []
+
+
+def test_eager_calls_compile_once() -> None:
+    """Outside jit too: a loop of JAX's compiles anew for each new closure, so none is left bare."""
+    shard: dict[str, Any] = {"rank": 1, "world_size": 2, "page_size": 128, "backend": "xla"}
+    query = jnp.zeros((2, 4, 128), jnp.float8_e4m3fn)
+    arrays = (query, jnp.zeros((5, 64, 128), jnp.float8_e4m3fn), jnp.zeros((2, 3), jnp.int32))
+    lengths, counts, plane = jnp.full(2, 300), jnp.full(2, 3), jnp.zeros((2, 4, 4))
+    forced = {"force_begin_blocks": 1, "force_end_blocks": 1}
+    window = msa_icp_index_score_sharded_plan([1, 1], [9, 9], 4, qo_offset=[8, 8], backend="xla")
+    carrier = jnp.zeros((4, 2, 33), jnp.int32)
+
+    def parts() -> None:
+        decode = {**shard, "decode_query_len": 1}
+        msa_icp_decode_index_score_sharded(
+            *arrays, lengths, plane, max_decode_query_len=1, **decode
+        )
+        message = msa_icp_decode_score_publish(*arrays, lengths, counts, **decode, **forced).rows
+        ranks = {"rank": 1, "world_size": 2, "heads_per_rank": 2}
+        msa_icp_topk_select_publish(plane, counts, backend="xla", **ranks, **forced)
+        window_rank = {"rank": 1, "backend": "xla"}
+        msa_icp_index_score_sharded(*arrays, window, max_score=plane, **window_rank)
+        msa_icp_prefill_score_select(*arrays, window, counts, carrier, **window_rank, **forced)
+        msa_icp_topk_select_prefill(plane, counts, carrier, backend="xla", **forced)
+        output, errors = jnp.zeros((2, 2, 16), jnp.int32), jnp.zeros(1, jnp.int32)
+        msa_icp_merge_candidates(
+            message, counts, output, errors, init_blocks=1, local_blocks=1, backend="xla"
+        )
+        msa_icp_write_index_k(arrays[1], query[:, 0], counts, **shard)
+
+    parts()
+    with inputs.nothing_compiles():
+        parts()
 
 
 def test_equal_plans_share_their_traces() -> None:

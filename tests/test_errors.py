@@ -144,6 +144,8 @@ SCALE = Argument(
         Wrong(float("nan"), ValueError, SCALE_RANGE, "got nan"),
         Wrong(-float("inf"), ValueError, SCALE_RANGE, "got -inf"),
         Wrong(1e39, ValueError, SCALE_RANGE, "got 1e+39"),
+        Wrong(-(10**400), ValueError, SCALE_RANGE, "got an int of 1329 bits"),
+        Wrong(10**9999, ValueError, SCALE_RANGE, "got an int of 33216 bits"),
         Wrong("1", TypeError, SCALE_RANGE, "got str '1'"),
         Wrong(True, TypeError, SCALE_RANGE, "got bool True"),
     ],
@@ -198,8 +200,12 @@ SEGMENT_LENS = array(I32, REQUESTS)
 def host_lengths(good: list[int], own_size: bool = False) -> Argument:
     wrong = [
         Wrong([1.5, 2.0], TypeError, "must hold ints", "got dtype float64"),
-        Wrong([1, -1], ValueError, "[1] must be in [0, 2147483647]", "got -1"),
-        Wrong([1, 2**31], ValueError, "[1] must be in [0, 2147483647]", "got 2147483648"),
+        Wrong([1, -1], ValueError, "[1] must be an int in [0, 2147483647]", "got -1"),
+        Wrong([1, 2**31], ValueError, "[1] must be an int in [0, 2147483647]", "got 2147483648"),
+        Wrong([1, 2**70], ValueError, "[1] must be an int in [0, 2147483647]", f"got {2**70}"),
+        Wrong([1, 10**9999], ValueError, "[1] must be an int in", "got an int of 33216 bits"),
+        Wrong([1, [2]], ValueError, "must be a flat sequence of ints", "got a ragged one"),
+        Wrong(["1", 2], TypeError, "must hold ints", "got dtype <U21"),
     ]
     if own_size:
         wrong.append(Wrong([[1, 2]], ValueError, "must have one dimension", "got shape [1, 2]"))

@@ -181,3 +181,11 @@ def test_visible_blocks_and_starts_of_any_segments(segments):
         assert length == min(max(asked, 0), TOTAL_Q - start)
         assert kv == min(max(kv_asked, 0), MAX_SEQ)
         end += max(asked, 0)
+
+
+def test_traced_lengths_are_pointed_to_the_device_plan():
+    def under_jit(lengths):
+        return msa_icp_index_score_sharded_plan(lengths, [9], 4, qo_offset=[0], backend="xla")
+
+    with pytest.raises(TypeError, match=r"qo_segment_lens .* traced .*sharded_plan_device"):
+        jax.jit(under_jit)(np.array([1], np.int32))

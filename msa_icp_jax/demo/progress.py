@@ -34,7 +34,7 @@ def _lines[Item](label: str, items: Sequence[Item]) -> Iterator[Item]:
     start = said = time.monotonic()
     for done, item in enumerate(items):
         if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
-            say(f"{label}: {done} of {len(items)}")
+            say(f"{label}: {done} of {len(items)} done")
             said = time.monotonic()
         yield item
     say(f"{label}: done in {time.monotonic() - start:.1f} s")

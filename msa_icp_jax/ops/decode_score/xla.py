@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -22,7 +23,12 @@ from msa_icp_jax.geometry import (
 from msa_icp_jax.ops import _portable
 from msa_icp_jax.ops._portable import RunningTop16, Shard
 
+# Jitted for eager callers, whose loops would otherwise compile anew in each call.
+_SIZES = ("world_size", "page_size", "decode_query_len", "row_offset")
+_FORCED = ("force_begin_blocks", "force_end_blocks")
 
+
+@functools.partial(jax.jit, static_argnames=_SIZES)
 def decode_scores(
     index_q: jax.Array,
     index_k: jax.Array,
@@ -55,6 +61,7 @@ def decode_scores(
     return lax.fori_loop(0, cdiv(written.max(), step), body, score_out)
 
 
+@functools.partial(jax.jit, static_argnames=(*_SIZES, *_FORCED))
 def decode_rows(
     index_q: jax.Array,
     index_k: jax.Array,

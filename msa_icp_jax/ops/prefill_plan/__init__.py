@@ -233,15 +233,23 @@ def _with_work(plan: MSAIcpScorePlan, backend: str) -> MSAIcpScorePlan:
 
 
 def _host_lengths(name: str, values: Any, size: int | None = None) -> np.ndarray:
-    lengths = np.asarray(values)
+    if isinstance(values, jax.core.Tracer):
+        raise TypeError(
+            f"{name} must be known on the host, got a traced array; under jit take "
+            "msa_icp_index_score_sharded_plan_device"
+        )
+    try:
+        lengths = np.asarray(values)
+    except ValueError:
+        raise ValueError(f"{name} must be a flat sequence of ints, got a ragged one") from None
     if lengths.ndim != 1 or (size is not None and lengths.size != size):
         want = "one dimension" if size is None else f"shape [{size}]"
         raise ValueError(f"{name} must have {want}, got shape {list(lengths.shape)}")
-    if lengths.size and not np.issubdtype(lengths.dtype, np.integer):
+    too_long = lengths.dtype == object and all(isinstance(x, int) for x in lengths)
+    if lengths.size and not (np.issubdtype(lengths.dtype, np.integer) or too_long):
         raise TypeError(f"{name} must hold ints, got dtype {lengths.dtype}")
     for b, value in enumerate(lengths.tolist()):
-        if not 0 <= value < 2**31:
-            raise ValueError(f"{name}[{b}] must be in [0, 2147483647], got {value}")
+        checks.integer(f"{name}[{b}]", value, 0, 2**31 - 1)
     return lengths.astype(np.int32)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,12 @@ from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, prefill_tiles
 
 _TILE_TOKENS = 128
 
+# Jitted for eager callers, whose loops would otherwise compile anew in each call.
+_SIZES = ("world_size", "page_size", "row_offset")
+_FORCED = ("force_begin_blocks", "force_end_blocks")
 
+
+@functools.partial(jax.jit, static_argnames=(*_SIZES, "sm_scale", "initialize"))
 def prefill_scores(
     q: jax.Array,
     k: jax.Array,
@@ -63,6 +69,7 @@ def prefill_scores(
     return _for_each_tile(plan, q.shape[0], one_tile, max_score)
 
 
+@functools.partial(jax.jit, static_argnames=(*_SIZES, *_FORCED))
 def prefill_rows(
     q: jax.Array,
     k: jax.Array,

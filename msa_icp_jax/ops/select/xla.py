@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,6 +15,10 @@ from msa_icp_jax.backend import vary_as
 _TOKENS_AT_ONCE = 512  # bounds the order keys held in memory
 
 
+# Jitted for eager callers, whose loop would otherwise compile anew in each call.
+@functools.partial(
+    jax.jit, static_argnames=("index_scale", "force_begin_blocks", "force_end_blocks")
+)
 def select_rows(
     scores: jax.Array,
     num_valid_pages: jax.Array,
