@@ -6,6 +6,7 @@ the index keys split over 2 or 4 ranks; exact: equal to one rank that sees every
 Start from `prepare_msa_icp_indexer`. Import does no device work and needs no GPU.
 """
 
+from msa_icp_jax import versions as versions  # first: refuses a JAX that is not supported
 from msa_icp_jax.comm import MSAIcpComm, MSAIcpCommLayout, msa_icp_comm_layout
 from msa_icp_jax.geometry import IndexerGeometry, msa_icp_decode_score_columns
 from msa_icp_jax.ops.decode_score import (
