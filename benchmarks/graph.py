@@ -169,6 +169,8 @@ class _Origins:
                 return source
         op = value.owner
         inputs = [self(x) for x in op.operands]
+        if op.name == "stablehlo.optimization_barrier":
+            return inputs[list(op.results).index(value)]
         if op.name == "stablehlo.reshape" and not isinstance(inputs[0], _Constant):
             return inputs[0]
         constants = [x.value for x in inputs if isinstance(x, _Constant)]

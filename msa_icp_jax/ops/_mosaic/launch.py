@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _SM_SHARED_BYTES = 228 << 10
@@ -14,6 +15,10 @@ _CTA_SHARED_BYTES = 1 << 10  # kept by the system
 
 # A full Hopper SXM part (H100, H200), assumed when a program is built where no GPU can be asked.
 HOPPER_SMS = 132
+
+# Mosaic refuses buffers of a coarser alignment than XLA promises for a slice that it hands to a
+# kernel in place.
+_ALIGNMENT_BYTES = 256
 
 CTA = "cta"
 WARPGROUP = "warpgroup"
@@ -69,11 +74,12 @@ def launch(
     """Returns a function of arrays and refs that runs `body` on `target`.
 
     `body(*inputs, *outputs, **scratch)` runs in every warpgroup of every CTA:
-    `lax.axis_index(CTA)` and `lax.axis_index(WARPGROUP)` say in which. Refs among the inputs are
-    written in place. Without `auto_barriers` the body states every barrier itself.
+    `lax.axis_index(CTA)` and `lax.axis_index(WARPGROUP)` say in which. Refs among the inputs, made
+    by `writable`, are written in place. Without `auto_barriers` the body states every barrier
+    itself.
     """
     params = plgpu.CompilerParams(unsafe_no_auto_barriers=not auto_barriers)
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=scratch_types,
@@ -85,3 +91,31 @@ def launch(
         kernel_name=name,
         interpret=plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None,
     )
+
+    def call(*operands: Any) -> Any:
+        return jax.tree.map(_whole, kernel(*map(_whole, operands)))
+
+    return call
+
+
+def writable(buffer: jax.Array) -> Any:
+    """A ref that a kernel writes in place: into `buffer` itself where the caller donates it."""
+    return jax.new_ref(_whole(buffer))
+
+
+def written(ref: Any) -> jax.Array:
+    """The buffer of a ref from `writable`, after the kernels that write it."""
+    return _whole(jax.freeze(ref))
+
+
+def _whole(x: Any) -> Any:
+    """Keeps XLA from passing a slice of a larger buffer to a kernel without copying it.
+
+    XLA does so where the slice starts at a multiple of 128 bytes, and Mosaic then refuses the
+    kernel at run time. Whole rows of a multiple of 256 bytes (queries, the cache) always start
+    right, and stay where they are.
+    """
+    if not isinstance(x, jax.Array) or x.ndim == 0 or x.shape[0] == 0:
+        return x
+    row_bytes = x.nbytes // x.shape[0]
+    return x if row_bytes % _ALIGNMENT_BYTES == 0 else lax.optimization_barrier(x)

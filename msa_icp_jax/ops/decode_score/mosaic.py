@@ -34,7 +34,7 @@ from msa_icp_jax.geometry import (
 )
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Words, when, where
-from msa_icp_jax.ops._mosaic.launch import CTA, Target, ctas_per_sm, launch
+from msa_icp_jax.ops._mosaic.launch import CTA, Target, ctas_per_sm, launch, writable, written
 from msa_icp_jax.ops._mosaic.mma import Scorer, Step
 from msa_icp_jax.ops._mosaic.page_ring import SEGMENT_PAGES, SEGMENT_STEPS, PageRing
 from msa_icp_jax.ops._mosaic.work_balance import STEP_PAGES, WARP, Batch, Grid, Share, find_share
@@ -88,7 +88,7 @@ def decode_scores(
     scorer = Scorer(ring, decode_query_len, world_size)
     scratch = {**ring.scratch(), **scorer.scratch()}
     grid = _grid(scorer, target)
-    scores = jax.new_ref(score_out)
+    scores = writable(score_out)
     launch(
         functools.partial(_kernel, scorer=scorer, grid=grid, pdl=enable_pdl),
         name="decode_scores",
@@ -103,7 +103,7 @@ def decode_scores(
         jnp.asarray(rank, jnp.int32).reshape(1),
         scores,
     )
-    return jax.freeze(scores)
+    return written(scores)
 
 
 def decode_rows(

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from msa_icp_jax.geometry import HEAD_DIM, cdiv, rows_per_page
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words
-from msa_icp_jax.ops._mosaic.launch import CTA, Target, launch
+from msa_icp_jax.ops._mosaic.launch import CTA, Target, launch, writable, written
 
 _TOKENS = 16  # that a CTA copies at once
 _ROW_WORDS = HEAD_DIM // 4
@@ -74,14 +74,14 @@ def write_rows(
     )
     turns = cdiv(facts.tokens, _TOKENS)
     ctas = min(turns, target.sms) if target.interpret else turns
-    cache = jax.new_ref(index_k)
+    cache = writable(index_k)
     launch(
         functools.partial(_kernel, facts=facts, turns=cdiv(turns, ctas), target=target),
         name="write_index_k",
         target=target,
         grid=(ctas,),
     )(new_k, slot_mapping, jnp.asarray(rank, jnp.int32).reshape(1), cache)
-    return jax.freeze(cache)
+    return written(cache)
 
 
 def _kernel(

@@ -14,8 +14,10 @@ unsigned 64-bit integers whose order is the order wanted; 0 is no candidate.
 
 Either way a winner's place in the output is the number of winners with a lower id.
 
-Nothing waits here: the collective transport delivers before the launch, so a flag (or one of a
-row's tags) that is not the expected one is a protocol fault.
+Rows come in one of two ways. `merge_rows` takes one slot's rows that a collective has delivered:
+nothing waits, and a flag (or one of a row's tags) that is not the expected one is a protocol fault.
+`merge_arriving_rows` takes the whole receive storage, into which other GPUs are storing: it looks
+at a row again and again until it is there, and calls it a fault after `spin_limit` looks.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from msa_icp_jax import rows as candidate_rows
-from msa_icp_jax.geometry import MAX_BLOCKS, TOPK, cdiv
-from msa_icp_jax.ops._mosaic import lanes
+from msa_icp_jax.geometry import MAX_BLOCKS, NUM_SLOTS, TOPK, cdiv
+from msa_icp_jax.ops._mosaic import lanes, peer_memory
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, i64, int32, where
-from msa_icp_jax.ops._mosaic.launch import CTA, Target, launch
+from msa_icp_jax.ops._mosaic.launch import CTA, Target, launch, writable, written
 from msa_icp_jax.ops._mosaic.top16 import count_better, flip_sign, order_key_of_word
 from msa_icp_jax.rows import FORCED_KEY, INVALID_KEY, NO_BLOCK, READY, ROW_WORDS, TAGGED_WORDS
 
@@ -64,6 +66,7 @@ class Merge:
       begin, end: forced blocks at the start, and visible ones at the end.
       tagged, prefill: as in the contract.
       team: warps that share a (token, head), 1 or 4.
+      spin_limit: looks at a row that is still to arrive; 0: all rows are there, one slot's alone.
     """
 
     sources: int
@@ -74,6 +77,17 @@ class Merge:
     tagged: bool
     prefill: bool
     team: int
+    spin_limit: int
+
+    @property
+    def waits(self) -> bool:
+        """Whether rows may still have to arrive."""
+        return self.spin_limit > 0
+
+    @property
+    def row_words(self) -> int:
+        """Words of a received row."""
+        return 2 * TAGGED_WORDS if self.tagged else ROW_WORDS
 
     @property
     def rows(self) -> int:
@@ -106,7 +120,6 @@ def merge_rows(
     init_blocks: int,
     local_blocks: int,
     prefill: bool,
-    spin_limit: int,
     enable_pdl: bool,
     target: Target,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -121,27 +134,94 @@ def merge_rows(
       init_blocks: forced blocks at the start.
       local_blocks: forced visible blocks at the end.
       prefill: a row without visible blocks answers [0, -1, ...]; flags stay.
-      spin_limit: not used, since nothing waits.
       enable_pdl: let the launch overlap the preceding kernel's end.
       target: the machine to build for.
 
     Returns:
       (output, recv with its flags cleared unless tagged or prefill, errors).
     """
-    del spin_limit
-    sources, heads = recv.shape[:2]
-    tokens = num_valid_pages.shape[0]
-    many = tokens * heads >= target.sms * _WARP_ROWS_PER_SM
     facts = Merge(
-        sources=sources,
-        heads=heads,
-        tokens=tokens,
+        sources=recv.shape[0],
+        heads=recv.shape[1],
+        tokens=num_valid_pages.shape[0],
         begin=init_blocks,
         end=local_blocks,
         tagged=generations is not None,
         prefill=prefill,
-        team=1 if many else _WARPS,
+        team=_team(num_valid_pages.shape[0] * recv.shape[1], target),
+        spin_limit=0,
     )
+    tags = [] if generations is None else [generations]
+    return _merge(facts, recv, num_valid_pages, tags, output, errors, enable_pdl, target)
+
+
+def merge_arriving_rows(
+    recv: jax.Array,
+    num_valid_pages: jax.Array,
+    output: jax.Array,
+    errors: jax.Array,
+    expected_generations: jax.Array | None,
+    *,
+    slot: int | jax.Array,
+    init_blocks: int,
+    local_blocks: int,
+    spin_limit: int,
+    enable_pdl: bool,
+    target: Target,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Merges a decode step's rows while the source ranks are still storing them.
+
+    Args:
+      recv: int32 [3, W, hpr, C >= T, 33], or tagged [3, W, hpr, C, 32, 2]: the receive storage.
+      num_valid_pages: int32 [T], T >= 1.
+      output: int32 [>= T, hpr, 16] to write into.
+      errors: int32 [1], grown by one per failed (source, head, token) row.
+      expected_generations: int32 [3, hpr, C], the merge's counters; None for legacy rows.
+      slot: running count of calls, an int or a traced int32 scalar; the slot is this mod 3.
+      init_blocks: forced blocks at the start.
+      local_blocks: forced visible blocks at the end.
+      spin_limit: looks at a row before it is given up, >= 1.
+      enable_pdl: let the launch overlap the preceding kernel's end.
+      target: the machine to build for.
+
+    Returns:
+      (output, recv with the flags of legacy rows cleared, errors, expected_generations with those
+      of the rows merged advanced).
+    """
+    facts = Merge(
+        sources=recv.shape[1],
+        heads=recv.shape[2],
+        tokens=num_valid_pages.shape[0],
+        begin=init_blocks,
+        end=local_blocks,
+        tagged=expected_generations is not None,
+        prefill=False,
+        team=_team(num_valid_pages.shape[0] * recv.shape[2], target),
+        spin_limit=spin_limit,
+    )
+    others: list[Any] = [jnp.asarray(slot, jnp.int32).reshape(1)]
+    if expected_generations is not None:
+        others.append(jax.new_ref(expected_generations))
+    merged = _merge(facts, recv, num_valid_pages, others, output, errors, enable_pdl, target)
+    return *merged, None if expected_generations is None else jax.freeze(others[1])
+
+
+def _team(rows: int, target: Target) -> int:
+    """Warps that share a (token, head)."""
+    return 1 if rows >= target.sms * _WARP_ROWS_PER_SM else _WARPS
+
+
+def _merge(
+    facts: Merge,
+    recv: jax.Array,
+    num_valid_pages: jax.Array,
+    others: list[Any],
+    output: jax.Array,
+    errors: jax.Array,
+    enable_pdl: bool,
+    target: Target,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Launches; `others` are the tags of tagged rows, or where rows arrive the slot and counters."""
     turns = cdiv(facts.rows, facts.rows_at_once)
     ctas = min(turns, target.sms) if target.interpret else turns
 
@@ -152,11 +232,11 @@ def merge_rows(
     faults = jax.new_ref(count)
     launch(
         functools.partial(_kernel, facts=facts, ctas=ctas, pdl=enable_pdl, target=target),
-        name="merge_rows",
+        name="merge_arriving_rows" if facts.waits else "merge_rows",
         target=target,
         grid=(ctas,),
         scratch_types={"shared": plgpu.SMEM((_WARPS, _TEAM_WORDS), jnp.int32)},
-    )(received, num_valid_pages, *([] if generations is None else [generations]), merged, faults)
+    )(received, num_valid_pages, *others, merged, faults)
     if facts.clears:
         recv = jax.freeze(received)
     count = jax.freeze(faults)
@@ -173,14 +253,14 @@ def _kernel(
     pdl: bool,
     target: Target,
 ) -> None:
-    *tags, output, faults = others
+    *others, output, faults = others
     if pdl and not target.interpret:
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
     merge = _merge_stock if target.interpret else _merge_inline
 
     def turn(index: Any) -> None:
-        merge(recv, counts, tags, output, faults, shared, index, facts)
+        merge(recv, counts, others, output, faults, shared, index, facts)
 
     if ctas * facts.rows_at_once >= facts.rows:
         turn(lax.axis_index(CTA))
@@ -197,23 +277,29 @@ def _kernel(
 def _merge_stock(
     recv: Any,
     counts: Any,
-    tags: list[Any],
+    others: list[Any],
     output: Any,
     faults: Any,
     shared: Any,
     turn: Any,
     facts: Merge,
 ) -> None:
+    """Nothing arrives while the interpreter runs this, so one look is as good as many."""
     del shared
+    slot = [lax.rem(others.pop(0)[0], NUM_SLOTS)] if facts.waits else []
     for i in range(facts.rows_at_once):
         row = turn * facts.rows_at_once + i
 
         @pl.when(row < facts.rows)
         def _(row: Any = row) -> None:
             token, head = lax.div(row, facts.heads), lax.rem(row, facts.heads)
-            received = recv[:, head, token]
-            if tags:
-                arrived = (received[..., 1] == tags[0][head, token]).all(axis=-1)
+            received = recv[*slot, :, head, token]
+            if facts.tagged:
+                tag = others[0][*slot, head, token]
+                if facts.waits:
+                    tag = candidate_rows.next_generation(tag)
+                    others[0][*slot, head, token] = tag
+                arrived = (received[..., 1] == tag).all(axis=-1)
                 received = received[..., 0]
             else:
                 arrived = received[:, ROW_WORDS - 1] == READY
@@ -221,7 +307,7 @@ def _merge_stock(
             output[token, head] = jnp.where(arrived.all(), best, NO_BLOCK)
             faults[row] = jnp.sum(~arrived, dtype=jnp.int32)
             if facts.clears:
-                recv[:, head, token, ROW_WORDS - 1] = jnp.zeros(facts.sources, jnp.int32)
+                recv[*slot, :, head, token, ROW_WORDS - 1] = jnp.zeros(facts.sources, jnp.int32)
 
 
 def _best_ids(received: jax.Array, count: jax.Array, facts: Merge) -> jax.Array:
@@ -244,20 +330,24 @@ def _best_ids(received: jax.Array, count: jax.Array, facts: Merge) -> jax.Array:
 def _merge_inline(
     recv: Any,
     counts: Any,
-    tags: list[Any],
+    others: list[Any],
     output: Any,
     faults: Any,
     shared: Any,
     turn: Any,
     facts: Merge,
 ) -> None:
-    refs = [recv, counts, output, faults, shared, *tags]
+    refs = [recv, counts, output, faults, shared, *others]
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), plgpu.Layout.WG_SPLAT))
     def merge(_: Any, *arguments: Any) -> None:
-        capacity = ir.MemRefType(arguments[0].type).shape[2]
+        capacity = ir.MemRefType(arguments[0].type).shape[2 + facts.waits]
         *refs, turn = arguments
         recv, counts, output, faults, shared, *tags = (Words.of(ref) for ref in refs)
+        if facts.waits:
+            slot = peer_memory.slot_from(tags.pop(0).load()).to_i64() * (facts.heads * capacity)
+            recv = recv + slot * (facts.sources * facts.row_words)
+            tags = [counters + slot for counters in tags]
         _Team(facts, capacity).merge(recv, counts, tags, output, faults, shared, lanes.scalar(turn))
 
     merge(*refs, turn)
@@ -310,7 +400,8 @@ class _Team:
             shift = facts.heads.bit_length() - 1
             token, head = row >> shift, row & (facts.heads - 1)
             count = (counts + token).load()
-            tag = (tags[0] + head * facts.tokens + token).load() if tags else None
+            counter = tags[0] + self._counter(head, token) if tags else None
+            tag = self._tag(counter) if counter else None
             received = [self._receive(i, recv, head, token, tag) for i in range(self.held)]
             self._share_failures(received, shared)
             with lanes.when(self.number < TOPK):
@@ -323,6 +414,9 @@ class _Team:
             self._report(failed, faults)
             if facts.clears:
                 self._clear_flags(recv, head, token)
+            if facts.waits and counter and tag:
+                with lanes.when(self.number.eq(0)):
+                    counter.store(tag)
             if facts.team > 1:
                 block, wins = self._pick_by_counting(received[0].index, by_id, count, shared)
             else:
@@ -342,28 +436,52 @@ class _Team:
 
     def _row(self, recv: Words, source: Lane, head: Lane, token: Lane) -> Words:
         """The first word of a received row."""
-        words = 2 * TAGGED_WORDS if self.facts.tagged else ROW_WORDS
         of_head = source * self.facts.heads + head
-        return recv + (of_head.to_i64() * self.capacity + token.to_i64()) * words
+        return recv + (of_head.to_i64() * self.capacity + token.to_i64()) * self.facts.row_words
+
+    def _counter(self, head: Lane, token: Lane) -> Lane:
+        """Where a row's tag lies, or the counter that it follows."""
+        return head * (self.capacity if self.facts.waits else self.facts.tokens) + token
+
+    def _tag(self, counter: Words) -> Lane:
+        """The tag that a row must carry."""
+        if not self.facts.waits:
+            return counter.load()
+        following = counter.load() + 1
+        return where(following.eq(0), 1, following)
 
     def _receive(
         self, which: int, recv: Words, head: Lane, token: Lane, tag: Lane | None
     ) -> _Candidate:
-        """Loads a candidate and checks that its row is there.
-
-        This is the one place that reads flags and tags: a transport that does not deliver before
-        the launch would wait here.
-        """
+        """Loads a candidate as soon as its row is there, or else says that it is not."""
         index = self._entry_index(which)
         row, place = self._row(recv, index >> 4, head, token), index & (TOPK - 1)
         if tag is None:
-            flag = (row + 2 * TOPK).load()
+            flag = self._load_flag(row + 2 * TOPK)
             return _Candidate(
                 index, (row + place).load(), (row + (place + TOPK)).load(), flag.ne(READY)
             )
-        word, word_tag = (row + place * 2).load_vector(lanes.i32(), 2)
-        block, block_tag = (row + (place + TOPK) * 2).load_vector(lanes.i32(), 2)
+        word, word_tag, block, block_tag = self._load_tagged(row + place * 2, TAGGED_WORDS, tag)
         return _Candidate(index, word, block, word_tag.ne(tag) | block_tag.ne(tag))
+
+    def _load_flag(self, place: Words) -> Lane:
+        if not self.facts.waits:
+            return place.load()
+        (flag,) = peer_memory.poll(
+            lambda: [peer_memory.load_flag(place)], lambda x: x.eq(READY), self.facts.spin_limit
+        )
+        return flag
+
+    def _load_tagged(self, place: Words, apart: int, tag: Lane) -> tuple[Lane, ...]:
+        """(word, tag) at a place and at another `apart` words further on."""
+        places = place, place + apart
+        if not self.facts.waits:
+            return tuple(x for at in places for x in at.load_vector(lanes.i32(), 2))
+        return peer_memory.poll(
+            lambda: [x for at in places for x in peer_memory.load_tagged(at)],
+            lambda _word, word_tag, _block, block_tag: word_tag.eq(tag) & block_tag.eq(tag),
+            self.facts.spin_limit,
+        )
 
     def _share_failures(self, received: list[_Candidate], shared: Words) -> None:
         for i, x in enumerate(received):
@@ -394,7 +512,11 @@ class _Team:
 
     def _clear_flags(self, recv: Words, head: Lane, token: Lane) -> None:
         with lanes.when(self.number < self.facts.sources):
-            (self._row(recv, self.number, head, token) + 2 * TOPK).store(int32(0))
+            flag = self._row(recv, self.number, head, token) + 2 * TOPK
+            if self.facts.waits:
+                peer_memory.store_flag(flag, 0)
+            else:
+                flag.store(int32(0))
 
     def _valid(self, x: _Candidate, count: Lane) -> Lane:
         return (x.block >= 0) & (x.block < lanes.minimum(count, MAX_BLOCKS))

@@ -131,7 +131,7 @@ def prefill_scores(
     work = _work_of(plan)
     steps = _Steps(world_size, page_size, row_offset, q.shape[0], max_score.shape[2])
     plane = Plane(steps.step_pages, steps.columns, sm_scale, initialize)
-    scores = jax.new_ref(max_score)
+    scores = launch.writable(max_score)
     _run(
         "prefill_scores",
         functools.partial(_PlaneSink, steps, plane, target),
@@ -146,7 +146,7 @@ def prefill_scores(
         pdl=enable_pdl,
         target=target,
     )
-    return jax.freeze(scores)
+    return launch.written(scores)
 
 
 def prefill_rows(
@@ -209,7 +209,7 @@ def prefill_rows(
         ),
         scratch={"logs": plgpu.SMEM((_CONSUMERS, *LOG_SHAPE), jnp.int32)},
     )
-    rows = jax.new_ref(carrier)
+    rows = launch.writable(carrier)
     launch.launch(
         functools.partial(_finish_kernel, facts=facts, pdl=enable_pdl),
         name="prefill_rows",
@@ -228,7 +228,7 @@ def prefill_rows(
         _rank_scalars(rank, steps),
         rows,
     )
-    return jax.freeze(rows)
+    return launch.written(rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from msa_icp_jax import rows as candidate_rows
 from msa_icp_jax.geometry import MAX_BLOCKS, NUM_HEADS, TOPK, cdiv
 from msa_icp_jax.ops._mosaic import lanes, long_rows, short_rows
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, i32, int32, where
-from msa_icp_jax.ops._mosaic.launch import CTA, Target, launch
+from msa_icp_jax.ops._mosaic.launch import CTA, Target, launch, writable, written
 from msa_icp_jax.ops._mosaic.long_rows import COLUMNS_AT, TEAM_WORDS, WARPS, WORDS_AT, Bounds, Row
 from msa_icp_jax.rows import READY, ROW_WORDS, TAGGED_WORDS
 
@@ -139,9 +139,9 @@ def select_rows(
         shape = (TAGGED_WORDS, 2) if facts.tagged else (ROW_WORDS,)
         fresh = jax.ShapeDtypeStruct((NUM_HEADS, tokens, *shape), jnp.int32)
         return run(out_type=fresh)(*operands)
-    written = jax.new_ref(rows)
-    run()(*operands, written)
-    return jax.freeze(written)
+    buffer = writable(rows)
+    run()(*operands, buffer)
+    return written(buffer)
 
 
 def _grid(tokens: int, columns: int, target: Target) -> tuple[int, int]:
