@@ -39,22 +39,24 @@ POISON = np.array([0x7E, 0xFE, 0x7F, 0xFF], np.uint8)  # 448, -448, NaN, -NaN
 GROUPS = [(2, 128), (2, 256), (4, 128), (4, 256)]  # (world size, page size)
 
 
+# The plan of the chains' tests, but for what each test is about.
+LIMITS: dict[str, Any] = {
+    "num_index_heads": 4,
+    "init_blocks": 1,
+    "local_blocks": 2,
+    "max_decode_tokens": 32,
+    "max_decode_query_len": 8,
+    "max_num_batched_tokens": 4096,
+    "max_num_seqs": 8,
+    "max_model_len": 8192,
+    "num_sparse_layers": 4,
+    "backend": "xla",
+}
+
+
 def make_plan(world_size: int, page_size: int, **changes: Any) -> MSAIcpIndexerPlan:
-    limits: dict[str, Any] = {
-        "world_size": world_size,
-        "num_index_heads": 4,
-        "page_size": page_size,
-        "init_blocks": 1,
-        "local_blocks": 2,
-        "max_decode_tokens": 32,
-        "max_decode_query_len": 8,
-        "max_num_batched_tokens": 4096,
-        "max_num_seqs": 8,
-        "max_model_len": 8192,
-        "num_sparse_layers": 4,
-        "backend": "xla",
-    }
-    return prepare_msa_icp_indexer(**limits | changes)
+    sizes = {"world_size": world_size, "page_size": page_size}
+    return prepare_msa_icp_indexer(**LIMITS | sizes | changes)
 
 
 def make_mesh(world_size: int) -> Mesh:

@@ -1,4 +1,7 @@
-"""Every test session sees four virtual CPU devices where there is no GPU."""
+"""Gives JAX four virtual CPU devices, one for each rank of the largest group.
+
+The flag counts only until JAX starts its backend, so it is set before any test module is imported.
+"""
 
 import os
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import oracle
 import torch
-from chains import OLD_SCORE, OLD_WORD, SPARE_ROWS, Decode, Prefill
+from chains import LIMITS, OLD_SCORE, OLD_WORD, SPARE_ROWS, Decode, Prefill
 
 # A bare checkout has the package beside the tests; an installed one comes first.
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "interop"))
@@ -28,23 +28,8 @@ CPU = torch.device("cpu")
 
 def prepare(world_size: int, page_size: int, rank: int, **changes: Any) -> MSAIcpIndexerPlan:
     """A torch plan with the limits of `chains.make_plan`."""
-    limits: dict[str, Any] = {
-        "world_size": world_size,
-        "rank": rank,
-        "num_index_heads": 4,
-        "page_size": page_size,
-        "init_blocks": 1,
-        "local_blocks": 2,
-        "max_decode_tokens": 32,
-        "max_decode_query_len": 8,
-        "max_num_batched_tokens": 4096,
-        "max_num_seqs": 8,
-        "max_model_len": 8192,
-        "num_sparse_layers": 4,
-        "device": CPU,
-        "backend": "xla",
-    }
-    return msa_icp_torch.prepare_msa_icp_indexer(**limits | changes)
+    own = {"world_size": world_size, "page_size": page_size, "rank": rank, "device": CPU}
+    return msa_icp_torch.prepare_msa_icp_indexer(**LIMITS | own | changes)
 
 
 def tensor(array: Array, device: torch.device = CPU) -> torch.Tensor:

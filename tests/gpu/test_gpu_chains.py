@@ -20,17 +20,6 @@ from chains import GROUPS, Ranks, random_decode, random_prefill
 from msa_icp_jax import msa_icp_decode_index_score_sharded, msa_icp_topk_select_publish
 
 
-def _is_hopper() -> bool:
-    device = jax.devices()[0]
-    return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
-
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not _is_hopper(), reason="needs a GPU of compute capability 9.0"),
-]
-
-
 def ranks_of(world_size: int, page_size: int, **changes: Any) -> Ranks:
     plan = chains.make_plan(world_size, page_size, backend="auto", **changes)
     assert plan.backend == "mosaic"

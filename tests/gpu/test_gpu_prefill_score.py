@@ -21,17 +21,6 @@ from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan_device as device_plan
 from msa_icp_jax.ops.prefill_score import mosaic
 
-
-def _is_hopper() -> bool:
-    device = jax.devices()[0]
-    return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
-
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not _is_hopper(), reason="needs a GPU of compute capability 9.0"),
-]
-
 _EPS = {"fast": 2**-10, "exact": 2**-17}
 _SHARDS = [(4, 128), (2, 128), (4, 256), (2, 256)]
 # Query tokens, first position, keys: prefix hits, nothing, a whole prompt, a lone late token.
