@@ -37,7 +37,6 @@ def merge(
         init_blocks=begin,
         local_blocks=end,
         prefill=prefill,
-        spin_limit=1,
         enable_pdl=True,
         target=race_free.interpreter(ctas),
     )

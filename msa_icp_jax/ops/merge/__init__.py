@@ -93,7 +93,7 @@ def msa_icp_merge_candidates(
         )
         tags = rows.next_generation(expected_generations[:, :tokens])
         expected_generations = lax.dynamic_update_slice(expected_generations, tags, (0, 0))
-    merge_rows = _merge_rows(backend, spin_limit, enable_pdl, recv_slot, num_valid_pages)
+    merge_rows = _merge_rows(backend, enable_pdl, recv_slot, num_valid_pages)
     if tokens:
         output, recv_slot, errors = merge_rows(
             recv_slot,
@@ -109,7 +109,7 @@ def msa_icp_merge_candidates(
 
 
 def _merge_rows(
-    backend: str, spin_limit: int, enable_pdl: bool, *arrays: Any
+    backend: str, enable_pdl: bool, *arrays: Any
 ) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
     """The backend's merge."""
     if not takes_mosaic(backend, *arrays):
@@ -118,9 +118,7 @@ def _merge_rows(
     from msa_icp_jax.ops.merge import mosaic
 
     target = launch.current_target()
-    return functools.partial(
-        mosaic.merge_rows, spin_limit=spin_limit, enable_pdl=enable_pdl, target=target
-    )
+    return functools.partial(mosaic.merge_rows, enable_pdl=enable_pdl, target=target)
 
 
 def _check_recv(recv_slot: Any, tokens: int, *, tagged: bool) -> None:

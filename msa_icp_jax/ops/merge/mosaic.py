@@ -201,9 +201,9 @@ def merge_arriving_rows(
     )
     others: list[Any] = [jnp.asarray(slot, jnp.int32).reshape(1)]
     if expected_generations is not None:
-        others.append(jax.new_ref(expected_generations))
+        others.append(writable(expected_generations))
     merged = _merge(facts, recv, num_valid_pages, others, output, errors, enable_pdl, target)
-    return *merged, None if expected_generations is None else jax.freeze(others[1])
+    return *merged, None if expected_generations is None else written(others[1])
 
 
 def _team(rows: int, target: Target) -> int:
@@ -221,15 +221,15 @@ def _merge(
     enable_pdl: bool,
     target: Target,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Launches; `others` are the tags of tagged rows, or where rows arrive the slot and counters."""
+    """Launches; `others` are the tags of tagged rows, or the slot and counters of arriving ones."""
     turns = cdiv(facts.rows, facts.rows_at_once)
     ctas = min(turns, target.sms) if target.interpret else turns
 
-    received: Any = jax.new_ref(recv) if facts.clears else recv
-    merged = jax.new_ref(output)
+    received: Any = writable(recv) if facts.clears else recv
+    merged = writable(output)
     # The stock ops have no atomic add: there every row reports its own faults.
     count = jnp.zeros(facts.rows, jnp.int32) if target.interpret else errors
-    faults = jax.new_ref(count)
+    faults = writable(count)
     launch(
         functools.partial(_kernel, facts=facts, ctas=ctas, pdl=enable_pdl, target=target),
         name="merge_arriving_rows" if facts.waits else "merge_rows",
@@ -238,9 +238,9 @@ def _merge(
         scratch_types={"shared": plgpu.SMEM((_WARPS, _TEAM_WORDS), jnp.int32)},
     )(received, num_valid_pages, *others, merged, faults)
     if facts.clears:
-        recv = jax.freeze(received)
-    count = jax.freeze(faults)
-    return jax.freeze(merged), recv, errors + count.sum() if target.interpret else count
+        recv = written(received)
+    count = written(faults)
+    return written(merged), recv, errors + count.sum() if target.interpret else count
 
 
 def _kernel(
@@ -253,14 +253,14 @@ def _kernel(
     pdl: bool,
     target: Target,
 ) -> None:
-    *others, output, faults = others
+    *given, output, faults = others
     if pdl and not target.interpret:
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
     merge = _merge_stock if target.interpret else _merge_inline
 
     def turn(index: Any) -> None:
-        merge(recv, counts, others, output, faults, shared, index, facts)
+        merge(recv, counts, given, output, faults, shared, index, facts)
 
     if ctas * facts.rows_at_once >= facts.rows:
         turn(lax.axis_index(CTA))
@@ -286,7 +286,7 @@ def _merge_stock(
 ) -> None:
     """Nothing arrives while the interpreter runs this, so one look is as good as many."""
     del shared
-    slot = [lax.rem(others.pop(0)[0], NUM_SLOTS)] if facts.waits else []
+    slot = [lax.rem(others[0][0], NUM_SLOTS)] if facts.waits else []
     for i in range(facts.rows_at_once):
         row = turn * facts.rows_at_once + i
 
@@ -295,10 +295,10 @@ def _merge_stock(
             token, head = lax.div(row, facts.heads), lax.rem(row, facts.heads)
             received = recv[*slot, :, head, token]
             if facts.tagged:
-                tag = others[0][*slot, head, token]
+                tag = others[-1][*slot, head, token]
                 if facts.waits:
                     tag = candidate_rows.next_generation(tag)
-                    others[0][*slot, head, token] = tag
+                    others[-1][*slot, head, token] = tag
                 arrived = (received[..., 1] == tag).all(axis=-1)
                 received = received[..., 0]
             else:
@@ -412,8 +412,6 @@ class _Team:
 
             failed = self._failed(shared)
             self._report(failed, faults)
-            if facts.clears:
-                self._clear_flags(recv, head, token)
             if facts.waits and counter and tag:
                 with lanes.when(self.number.eq(0)):
                     counter.store(tag)
@@ -424,6 +422,8 @@ class _Team:
             self._barrier()
             any_failed = functools.reduce(Lane.__or__, failed)
             self._store(block, wins, count, any_failed, output + row.to_i64() * TOPK, shared)
+            if facts.clears:
+                self._clear_flags(recv, head, token)
             self._barrier()  # before the next row uses the shared memory
 
     def _barrier(self) -> None:
