@@ -7,6 +7,7 @@ latter is made on a machine without a GPU just as well; it runs where there is o
 from __future__ import annotations
 
 import contextlib
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,10 @@ def example_arguments(config: Config, params: Params, programs: Programs) -> tup
 
 
 def register() -> None:
-    """Names the pytrees of the step's signature for jax.export, once in a process."""
+    """Readies a process for jax.export: names the pytrees of the step's signature, once."""
+    # Tells the CUDA runtime where the kernels' support library lies; tracing a kernel does so too,
+    # but a process that only loads a step traces none.
+    importlib.import_module("jax.experimental.mosaic.gpu")
     for kind in (Cache, State, Schedule, Report):
         with contextlib.suppress(ValueError):  # registered before
             jax_export.register_namedtuple_serialization(kind, serialized_name=kind.__qualname__)
