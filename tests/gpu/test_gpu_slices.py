@@ -15,17 +15,6 @@ import pytest
 
 import msa_icp_jax as icp
 
-
-def _is_hopper() -> bool:
-    device = jax.devices()[0]
-    return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
-
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not _is_hopper(), reason="needs a GPU of compute capability 9.0"),
-]
-
 WORLD_SIZE = 4
 PAGE_SIZE = 128
 COLUMNS = 20
