@@ -126,3 +126,74 @@ def test_duplicates_drop_out_before_the_cut():
     recv[1, ..., 16:32] = [*range(8), *range(30, 38)]
     output, _, _ = merge(recv, np.array([100], np.int32), end=0)
     np.testing.assert_array_equal(output[0, 0], [*range(8), *range(30, 38)])
+
+
+# ---- the whole receive storage, as the one-sided exchange leaves it ----
+
+
+def merge_arriving(
+    recv: Array,
+    counts: Array,
+    expected: Array | None,
+    slot: int,
+) -> tuple[Array, Array, Array, Array | None]:
+    output = np.full((len(counts) + 2, recv.shape[2], 16), _UNTOUCHED, np.int32)
+
+    def run(recv: Any, counts: Any, output: Any, errors: Any, slot: Any, *expected: Any) -> Any:
+        return mosaic.merge_arriving_rows(
+            recv,
+            counts,
+            output,
+            errors,
+            expected[0] if expected else None,
+            slot=slot,
+            init_blocks=1,
+            local_blocks=2,
+            spin_limit=10,
+            enable_pdl=True,
+            target=race_free.interpreter(5),
+        )
+
+    counters = [] if expected is None else [expected]
+    return race_free.run(run, recv, counts, output, np.array([5], np.int32), np.int32(slot),
+                         *counters)  # fmt: skip
+
+
+@pytest.mark.parametrize("slot", [0, 2, 4, 2**31 - 1])  # the last one is 1 mod 3
+@pytest.mark.parametrize("sources", [2, 4])
+def test_arriving_flagged_rows(sources, slot):
+    rng = np.random.default_rng(slot)
+    recv = np.stack([hard_rows.received_rows(sources, 4 // sources, _CAPACITY, rng)] * 3)
+    recv[..., 32] = rng.random(recv.shape[:4]) > 0.1
+    counts = hard_rows.visible_counts(_TOKENS, 400, 1, rng)
+    want = oracle.merge_legacy(recv[slot % 3], counts, 1, 2)
+    assert want.errors > 0
+    output, after, errors, expected = merge_arriving(recv, counts, None, slot)
+    assert expected is None
+    check((output, after[slot % 3], errors), want)
+    others = [i for i in range(3) if i != slot % 3]
+    np.testing.assert_array_equal(after[others], recv[others])
+
+
+@pytest.mark.parametrize("slot", [1, 3, 5])
+@pytest.mark.parametrize("sources", [2, 4])
+def test_arriving_tagged_rows(sources, slot):
+    rng = np.random.default_rng(slot)
+    heads = 4 // sources
+    words = hard_rows.received_rows(3 * sources, heads, _CAPACITY, rng)[..., :32]
+    words = words.reshape(3, sources, heads, _CAPACITY, 32)
+    expected = rng.integers(-(2**31), 2**31, (3, heads, _CAPACITY)).astype(np.int32)
+    expected[:, 0, :2] = [-1, 2**31 - 1]  # the next are 1 and the most negative number
+    tags = oracle.next_generation(expected)[:, None, ..., None] * np.ones_like(words)
+    for at in np.argwhere(rng.random(words.shape[:4]) < 0.1):
+        tags[(*at, rng.integers(32))] ^= 1 << rng.integers(31)
+    recv = np.stack([words, tags], -1).astype(np.int32)
+    counts = hard_rows.visible_counts(_TOKENS, 400, 1, rng)
+    want = oracle.merge_tagged(recv[slot % 3], expected[slot % 3], counts, 1, 2)
+    assert want.errors > 0
+    output, after, errors, advanced = merge_arriving(recv, counts, expected, slot)
+    np.testing.assert_array_equal(after, recv)
+    check((output, after[slot % 3], errors), want)
+    all_slots = expected.copy()
+    all_slots[slot % 3] = want.expected
+    np.testing.assert_array_equal(advanced, all_slots)

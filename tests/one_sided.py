@@ -1,0 +1,158 @@
+"""Ranks that exchange rows one-sidedly, on torch's streams: the kernels with a rank's buffers.
+
+`Rank` holds what one rank owns and launches its publish and its merge; the receive storage and the
+addresses of all ranks' storage come from the caller (one GPU, or peers' memory).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import hard_rows
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import oracle
+import torch
+
+from msa_icp_jax.comm import comm_shapes
+from msa_icp_jax.ops._mosaic import direct
+from msa_icp_jax.ops._mosaic.launch import Target
+from msa_icp_jax.ops.merge import mosaic as merge
+from msa_icp_jax.ops.publish import mosaic as publish
+
+Array = npt.NDArray[Any]
+
+FORMS = ["legacy", "tagged"]
+BEGIN, END = 1, 2
+UNTOUCHED = -55
+SPARE_ROWS = 2  # of the output, beyond the tokens
+LONG = 1 << 24  # looks: some ten seconds
+
+
+def storage_shape(form: str, world_size: int, capacity: int) -> tuple[int, ...]:
+    name = "tagged_recv" if form == "tagged" else "recv"
+    return comm_shapes(world_size, capacity)[name]
+
+
+@functools.cache
+def lowered_publish(
+    form: str, world_size: int, tokens: int, capacity: int, spin_limit: int
+) -> direct.Lowered:
+    """publish(rows, bases, errors or generations, rank, slot)."""
+
+    def run(rows: Any, bases: Any, counters: Any, rank: Any, slot: Any) -> Any:
+        common: Any = {"rank": rank, "slot": slot, "enable_pdl": True, "target": Target()}
+        if form == "tagged":
+            return publish.publish_tagged_rows(rows, bases, counters, **common)
+        return publish.publish_rows(
+            rows, bases, counters, capacity=capacity, spin_limit=spin_limit, **common
+        )
+
+    counters = (3, 4, capacity) if form == "tagged" else (1,)
+    shapes = [(world_size, 4 // world_size, tokens, 33), (world_size, 2), counters, (), ()]
+    return direct.lower(run, *map(_words, shapes))
+
+
+@functools.cache
+def lowered_merge(
+    form: str, world_size: int, tokens: int, capacity: int, spin_limit: int
+) -> direct.Lowered:
+    """merge(recv, counts, output, errors, slot, and for tagged rows the expected generations)."""
+
+    def run(recv: Any, counts: Any, output: Any, errors: Any, slot: Any, *expected: Any) -> Any:
+        return merge.merge_arriving_rows(
+            recv,
+            counts,
+            output,
+            errors,
+            expected[0] if expected else None,
+            slot=slot,
+            init_blocks=BEGIN,
+            local_blocks=END,
+            spin_limit=spin_limit,
+            enable_pdl=True,
+            target=Target(),
+        )
+
+    heads = 4 // world_size
+    shapes = [storage_shape(form, world_size, capacity), (tokens,)]
+    shapes += [(tokens + SPARE_ROWS, heads, 16), (1,), ()]
+    if form == "tagged":
+        shapes.append((3, heads, capacity))
+    return direct.lower(run, *map(_words, shapes))
+
+
+def _words(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+class Rank:
+    """One rank's buffers and its two kernels."""
+
+    def __init__(
+        self,
+        rank: int,
+        form: str,
+        recv: torch.Tensor,
+        addresses: Sequence[int],
+        tokens: int,
+        spin_limit: int = LONG,
+    ) -> None:
+        _, self.world_size, self.heads, self.capacity = recv.shape[:4]
+        self.form, self.number, self.recv, self.device = form, rank, recv, recv.device
+        self.rows = self._full(self.world_size, self.heads, tokens, 33)
+        self.counts = self._full(tokens)
+        self.output = self._full(tokens + SPARE_ROWS, self.heads, 16, fill=UNTOUCHED)
+        self.errors, self.slot, self.rank = self._full(1), self._full(), self._full(fill=rank)
+        self.generations = self._full(3, 4, self.capacity)
+        self.expected = self._full(3, self.heads, self.capacity)
+        bases = torch.tensor(list(addresses), dtype=torch.int64, device=self.device)
+        self._bases = bases.view(torch.int32).view(self.world_size, 2)
+        shape = (form, self.world_size, tokens, self.capacity, spin_limit)
+        counters = self.generations if form == "tagged" else self.errors
+        self.publish = self._bind(
+            lowered_publish(*shape), self.rows, self._bases, counters, self.rank, self.slot
+        )
+        received = [recv, self.counts, self.output, self.errors, self.slot]
+        if form == "tagged":
+            received.append(self.expected)
+        self.merge = self._bind(lowered_merge(*shape), *received)
+
+    def ends_clean(self, tokens: int) -> None:
+        """No fault so far; no row waits to be merged; nothing behind the tokens was touched."""
+        assert self.errors.item() == 0
+        assert (self.output[tokens:] == UNTOUCHED).all()
+        assert not self.recv[:, :, :, tokens:].any()
+        if self.form == "legacy":
+            assert not self.recv[..., 32].any()
+
+    def _full(self, *shape: int, fill: int = 0) -> torch.Tensor:
+        return torch.full(shape, fill, dtype=torch.int32, device=self.device)
+
+    def _bind(self, lowered: direct.Lowered, *arguments: torch.Tensor) -> Any:
+        assert not lowered.scratch
+        torch.cuda.current_stream(self.device).synchronize()  # makes the context current
+        launches = direct.bind(lowered, arguments, [], lambda x: torch.tensor(x).to(self.device))
+
+        def launch() -> None:
+            launches(torch.cuda.current_stream(self.device).cuda_stream)
+
+        return launch
+
+
+def random_message(world_size: int, tokens: int, rng: np.random.Generator) -> Array:
+    """Rows that one rank sends, int32 [W, hpr, T, 33] by owner."""
+    return hard_rows.received_rows(world_size, 4 // world_size, tokens, rng)
+
+
+def random_counts(tokens: int, rng: np.random.Generator) -> Array:
+    return hard_rows.visible_counts(tokens, 400, 1, rng)
+
+
+def merged(messages: Sequence[Array], owner: int, counts: Array) -> Array:
+    """The ids that a rank must choose from every rank's message."""
+    return oracle.merge(np.stack([m[owner] for m in messages]), counts, BEGIN, END)
