@@ -1,0 +1,106 @@
+"""Hypothesis strategies for metadata that nobody should send, and the chains' cases made of it.
+
+Every value that only the device knows is drawn from all of int32: lengths, offsets, pages, counts,
+slots, flags, generations. The oracle says what must come out wherever the contract does; where it
+does not (counts past what was scored) `check_form` says what still holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import chains
+import hypothesis.strategies as st
+import numpy as np
+import numpy.typing as npt
+import oracle
+from chains import Cache, Decode, Prefill
+from inputs import INT_MAX, INT_MIN
+
+from msa_icp_jax import MSAIcpIndexerPlan
+
+Array = npt.NDArray[Any]
+
+INT32 = st.integers(INT_MIN, INT_MAX)
+EXTREMES = st.sampled_from([INT_MIN, INT_MIN + 1, -129, -1, 0, 1, 127, 128, 129, INT_MAX])
+
+
+def near(low: int, high: int) -> st.SearchStrategy[int]:
+    """Mostly integers of [low, high], else any int32."""
+    return st.one_of(st.integers(low, high), st.integers(low, high), EXTREMES, INT32)
+
+
+def vector(draw: Any, values: st.SearchStrategy[int], *shape: int) -> Array:
+    size = int(np.prod(shape))
+    drawn = draw(st.lists(values, min_size=size, max_size=size))
+    return np.array(drawn, np.int64).astype(np.int32).reshape(shape)
+
+
+def cache(page_size: int, pages: int) -> Array:
+    """Keys of every page, each live for some request: integers, NaN, and rows that would win."""
+    rng = np.random.default_rng(5)
+    keys = chains.small_keys(rng, pages, page_size)
+    keys[rng.random((pages, page_size)) < 0.03] = 0x7F
+    keys[rng.random((pages, page_size)) < 0.03] = 0xFE
+    return keys
+
+
+def queries(tokens: int) -> Array:
+    """Small integers; the last token is all NaN, which must stay its own affair."""
+    made = chains.small_queries(np.random.default_rng(6), tokens)
+    made[-1] = 0xFF
+    return made
+
+
+def decode_case(
+    draw: Any, plan: MSAIcpIndexerPlan, requests: int, query_len: int, *, width: int, pages: int
+) -> Decode:
+    """A decode step of hostile lengths and tables, with the counts that belong to the lengths."""
+    geometry = plan.geometry
+    keys = cache(geometry.page_size, pages)
+    lengths = vector(draw, near(-2, geometry.max_model_len), requests)
+    table = vector(draw, near(-1, pages), requests, width)
+    blocks = geometry.score_columns * geometry.index_scale
+    counts = np.minimum(oracle.decode_num_valid_pages(lengths, query_len), blocks)
+    return Decode(queries(requests * query_len), Cache(keys, table), lengths, query_len, counts)
+
+
+def prefill_case(
+    draw: Any, plan: MSAIcpIndexerPlan, segments: int, tokens: int, *, width: int, pages: int
+) -> Prefill:
+    """A window of hostile segments, with the counts that belong to them."""
+    geometry = plan.geometry
+    longest = geometry.max_model_len
+    qo_lens = vector(draw, near(-1, tokens), segments)
+    kv_lens = vector(draw, near(-1, longest), segments)
+    offsets = vector(draw, near(-9, longest), segments)
+    table = vector(draw, near(-1, pages), segments, width)
+    blocks = geometry.score_columns * geometry.index_scale
+    counts = oracle.prefill_num_valid_pages(qo_lens, offsets, tokens)
+    return Prefill(
+        queries(tokens),
+        Cache(cache(geometry.page_size, pages), table),
+        qo_lens,
+        kv_lens,
+        offsets,
+        np.minimum(counts, blocks),
+    )
+
+
+def with_counts(draw: Any, case: Any) -> tuple[Any, Array]:
+    """The case with some tokens' counts replaced by any int32; also which ones are still right."""
+    tokens = len(case.counts)
+    keep = np.array(draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens)))
+    counts = np.where(keep, case.counts, vector(draw, near(-3, 9000), tokens))
+    return dataclasses.replace(case, counts=counts.astype(np.int32)), keep
+
+
+def check_form(output: Array, counts: Array, *, prefill: bool = False) -> None:
+    """What holds for any count: ids below it, each once, ascending, then exactly -1."""
+    for token, count in enumerate(np.clip(counts.astype(np.int64), 0, 8192).tolist()):
+        for row in output[token].tolist():
+            ids = [block for block in row if block != -1]
+            assert row == ids + [-1] * (16 - len(ids)), row
+            assert ids == sorted(set(ids)), row
+            assert all(0 <= block < max(count, 1 if prefill else 0) for block in ids), (row, count)
