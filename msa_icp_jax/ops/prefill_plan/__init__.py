@@ -22,7 +22,7 @@ from msa_icp_jax.geometry import BLOCK_SIZE, cdiv
 if TYPE_CHECKING:
     from msa_icp_jax.ops.prefill_plan.balance import PrefillWork
 
-_MAX_TOKENS = geometry.MAX_SELECT_COLUMNS * max(
+MAX_TOKENS = geometry.MAX_SELECT_COLUMNS * max(
     geometry.PAGE_SIZES
 )  # positions past it are never scored
 
@@ -177,7 +177,7 @@ def msa_icp_index_score_sharded_plan_device(
         starts,
         jnp.minimum(jnp.clip(qo_segment_lens, 0, max_query_len), total_q - starts),
         jnp.clip(kv_segment_lens, 0, max_seq_len),
-        jnp.minimum(qo_offset, _MAX_TOKENS),
+        jnp.minimum(qo_offset, MAX_TOKENS),
         total_q=int(total_q),
         max_query_len=int(max_query_len),
         max_seq_len=int(max_seq_len),

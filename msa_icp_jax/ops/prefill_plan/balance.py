@@ -47,7 +47,7 @@ RANGE_SLOT = 4  # slot of its first part; the next parts have the next slots
 RANGE_FIELDS = 5
 
 # Loading a tile's queries and masking its last keys costs as much as some of a unit's keys.
-_UNIT_COST, _TILE_COST = 4, 3
+UNIT_COST, TILE_COST = 4, 3
 
 
 class PrefillWork(NamedTuple):
@@ -124,7 +124,7 @@ def _equal_ranges(units: jax.Array, ctas: int) -> tuple[jax.Array, jax.Array]:
 
     Returns the ranges [ctas, RANGE_FIELDS] and the tiles' (FIRST_SLOT, PARTS) [n, 2].
     """
-    cost = jnp.where(units > 0, units * _UNIT_COST + _TILE_COST, 0)
+    cost = jnp.where(units > 0, units * UNIT_COST + TILE_COST, 0)
     cost_end = jnp.cumsum(cost, dtype=jnp.int32)
     unit_end = jnp.cumsum(units, dtype=jnp.int32)
     unit_start = unit_end - units
@@ -134,8 +134,8 @@ def _equal_ranges(units: jax.Array, ctas: int) -> tuple[jax.Array, jax.Array]:
     cta = jnp.arange(ctas + 1, dtype=jnp.int32)
     cut = cta * share + jnp.minimum(cta, rest)
     tile = jnp.minimum(_count_up_to(cost_end, cut), units.shape[0] - 1)
-    inside = cut - (cost_end - cost)[tile] - _TILE_COST
-    nearest = jnp.clip((inside + _UNIT_COST // 2) // _UNIT_COST, 0, units[tile])
+    inside = cut - (cost_end - cost)[tile] - TILE_COST
+    nearest = jnp.clip((inside + UNIT_COST // 2) // UNIT_COST, 0, units[tile])
     bound = jnp.where(cta < ctas, unit_start[tile] + nearest, unit_end[-1])
 
     begin, end = bound[:-1], bound[1:]
