@@ -136,10 +136,11 @@ class Rank:
     def _bind(self, lowered: direct.Lowered, *arguments: torch.Tensor) -> Any:
         assert not lowered.scratch
         torch.cuda.current_stream(self.device).synchronize()  # makes the context current
-        launches = direct.bind(lowered, arguments, [], lambda x: torch.tensor(x).to(self.device))
+        program = direct.Program(lowered, [], lambda x: torch.tensor(x).to(self.device))
+        launches = program.bind(arguments)
 
         def launch() -> None:
-            launches(torch.cuda.current_stream(self.device).cuda_stream)
+            direct.launch(launches, torch.cuda.current_stream(self.device).cuda_stream)
 
         return launch
 
