@@ -1,0 +1,70 @@
+"""The kernels under hostile metadata on the GPU.
+
+More examples: FUZZ_EXAMPLES=500. For addresses, run it under compute-sanitizer's memcheck, which
+stops the process at the first access out of bounds.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import chains
+import hostile
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from chains import GROUPS, Ranks
+
+WIDTH, PAGES = 20, 40
+
+fuzz = hypothesis.settings(
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "40")),
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+FUSED = pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+GROUP = pytest.mark.parametrize(("world_size", "page_size"), GROUPS)
+
+
+@functools.cache
+def ranks_of(world_size: int, page_size: int) -> Ranks:
+    """A table wider than the longest context, and columns that end before the table does."""
+    limits = {"max_model_len": 17 * page_size, "max_num_batched_tokens": 512}
+    plan = chains.make_plan(world_size, page_size, backend="mosaic", precision="exact", **limits)
+    return Ranks(plan, None)
+
+
+@FUSED
+@GROUP
+@fuzz
+@hypothesis.given(data=st.data())
+def test_decode(world_size: int, page_size: int, fused: bool, data: Any) -> None:
+    ranks = ranks_of(world_size, page_size)
+    case = hostile.decode_case(data.draw, ranks.plan, 5, 3, width=WIDTH, pages=PAGES)
+    chains.check_decoded(ranks.plan, case, ranks.decode(case, fused=fused), fused=fused)
+
+    wrong, right = hostile.with_counts(data.draw, case)
+    output = ranks.decode(wrong, fused=fused).output
+    tokens = len(wrong.counts)
+    np.testing.assert_array_equal(output[:tokens][right], case.answer(ranks.plan)[right])
+    hostile.check_form(output[:tokens], wrong.counts)
+
+
+@FUSED
+@GROUP
+@fuzz
+@hypothesis.given(data=st.data())
+def test_prefill(world_size: int, page_size: int, fused: bool, data: Any) -> None:
+    ranks = ranks_of(world_size, page_size)
+    case = hostile.prefill_case(data.draw, ranks.plan, 4, 150, width=WIDTH, pages=PAGES)
+    chains.check_prefilled(ranks.plan, case, ranks.prefill(case, fused=fused), fused=fused)
+
+    wrong, right = hostile.with_counts(data.draw, case)
+    output = ranks.prefill(wrong, fused=fused).output
+    np.testing.assert_array_equal(output[:150][right], case.answer(ranks.plan)[right])
+    hostile.check_form(output[:150], wrong.counts, prefill=True)
