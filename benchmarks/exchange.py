@@ -62,14 +62,14 @@ Launch = Callable[[], None]
 
 
 def cases(world_size: int, pattern: str) -> list[Decode]:
-    """The decode cases at this many ranks; a case of another number is renamed."""
+    """The decode cases at this many ranks: those that are, then the others, under another name."""
     found = [
         dataclasses.replace(
             case,
             name=re.sub(r"-w\d", f"-w{world_size}", case.name),
             world_size=world_size,
         )
-        for case in DECODE
+        for case in sorted(DECODE, key=lambda case: case.world_size != world_size)
     ]
     return [case for case in found if fnmatch.fnmatch(case.name, pattern)]
 
