@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks`, and its commands compare, merge and plot."""
+"""The command line: `python -m benchmarks`, and its commands; --help names them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,29 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import results
+from benchmarks import record, results
 
+_COMMANDS = """
+commands (python -m benchmarks COMMAND --help):
+  sweep                   decode's time over contexts and batches, and its model
+  record --out FILE       everything, part by part within one budget: what is committed
+  compare BEFORE AFTER    what moved beyond the spread
+  merge INTO FROM         replace the rows that FROM has
+  plot FILE               PNG files beside it
+  readme                  rewrite the tables of the documents from the committed results
+"""
 _STAGES = ("score", "select", "local", "fused-local", "merge", "chain")
 
 
 def main(arguments: Sequence[str]) -> int:
-    commands = {"compare": _compare, "merge": _merge, "plot": _plot}
+    commands = {
+        "sweep": _sweep,
+        "record": record.main,
+        "compare": _compare,
+        "merge": _merge,
+        "plot": _plot,
+        "readme": _readme,
+    }
     if arguments and arguments[0] in commands:
         return commands[arguments[0]](arguments[1:])
     return _run(arguments)
@@ -24,9 +40,8 @@ def _run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Times the work points and saves them. Without a GPU: the small ones.",
-        epilog="Also: compare BEFORE.json AFTER.json (what moved beyond the spread); merge "
-        "INTO.json FROM.json (replace the rows that FROM has); plot FILE.json (PNG files beside "
-        "it).",
+        epilog=_COMMANDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="small cases: does it all run?")
     parser.add_argument("--cases", default="*", metavar="GLOB", help="case names, d-*w4 say")
@@ -38,14 +53,11 @@ def _run(arguments: Sequence[str]) -> int:
         choices=("auto", "graph", "jit"),
         help="kernels in a CUDA graph (auto where torch sees a GPU), or one jitted program",
     )
-    parser.add_argument("--out", type=Path, help="result file, results/<device>.json by default")
-    parser.add_argument("--budget-seconds", type=float, help="stop before it, keep what there is")
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
+    _add_run_options(parser)
     parsed = parser.parse_args(arguments)
 
-    # Torch needs memory on the same GPU; must be set before JAX starts.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from benchmarks.run import Machine, Options, Runner
+    _share_memory()
+    from benchmarks.run import Machine, Options, Runner, items
 
     options = Options(
         quick=parsed.quick,
@@ -57,7 +69,43 @@ def _run(arguments: Sequence[str]) -> int:
         budget_seconds=parsed.budget_seconds,
         commit=parsed.commit,
     )
-    return Runner(options, Machine()).run()
+    machine = Machine()
+    runner = Runner(options, machine, items(options, machine))
+    status = runner.run()
+    runner.show()
+    return status
+
+
+def _sweep(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks sweep")
+    parser.add_argument("--contexts", nargs="+", type=_size, help="4K 1M, say; 4K to 1M by default")
+    parser.add_argument("--batches", nargs="+", type=int, help="1 to 256 by default")
+    parser.add_argument("--world-sizes", nargs="+", type=int, choices=(2, 4))
+    _add_run_options(parser)
+    parsed = parser.parse_args(arguments)
+
+    _share_memory()
+    from benchmarks import sweep
+    from benchmarks.run import Machine, Options
+
+    options = Options(out=parsed.out, budget_seconds=parsed.budget_seconds, commit=parsed.commit)
+    return sweep.run(options, Machine(), parsed.contexts, parsed.batches, parsed.world_sizes)
+
+
+def _size(text: str) -> int:
+    unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
+    return int(text if unit == 1 else text[:-1]) * unit
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, help="result file, results/<device>.json by default")
+    parser.add_argument("--budget-seconds", type=float, help="stop before it, keep what there is")
+    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
+
+
+def _share_memory() -> None:
+    """Leaves room for torch on the same GPU; must come before JAX starts."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def _compare(arguments: Sequence[str]) -> int:
@@ -85,7 +133,7 @@ def _merge(arguments: Sequence[str]) -> int:
     parser.add_argument("into", type=Path)
     parser.add_argument("source", type=Path)
     parsed = parser.parse_args(arguments)
-    results.save(parsed.into, results.load(parsed.source))
+    results.save(parsed.into, results.load(parsed.source), results.absent(parsed.source))
     return 0
 
 
@@ -96,6 +144,15 @@ def _plot(arguments: Sequence[str]) -> int:
     from benchmarks.plot import plot
 
     for path in plot(parsed.file):
+        print(path)
+    return 0
+
+
+def _readme(arguments: Sequence[str]) -> int:
+    argparse.ArgumentParser(prog="python -m benchmarks readme").parse_args(arguments)
+    from benchmarks import documents
+
+    for path in documents.rewrite():
         print(path)
     return 0
 

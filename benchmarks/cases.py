@@ -25,7 +25,7 @@ from msa_icp_jax.rows import ROW_WORDS
 
 PAGE_SIZE = 128
 INIT_BLOCKS, LOCAL_BLOCKS = 0, 1
-RANK = 1  # the rank measured; with 128-token pages every rank's work is alike
+RANK = 1  # the rank measured; with 128-token pages every rank's work is alike (0 of one rank)
 _QUERY_BYTES = NUM_HEADS * HEAD_DIM
 _WORD = 4
 
@@ -61,6 +61,10 @@ class _Sharded:
     ask: float | None = None
 
     @property
+    def rank(self) -> int:
+        return min(RANK, self.world_size - 1)
+
+    @property
     def rows_per_page(self) -> int:
         return PAGE_SIZE // self.world_size
 
@@ -84,7 +88,7 @@ class _Sharded:
     def visible(self, position: int, keys: int) -> int:
         """Keys of this rank that a token at `position` of a request of `keys` keys sees."""
         whole, rest = divmod(min(position + 1, keys), PAGE_SIZE)
-        inside = min(max(rest - RANK * self.rows_per_page, 0), self.rows_per_page)
+        inside = min(max(rest - self.rank * self.rows_per_page, 0), self.rows_per_page)
         return whole * self.rows_per_page + inside
 
 

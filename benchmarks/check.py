@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.cases import INIT_BLOCKS, LOCAL_BLOCKS, PAGE_SIZE, RANK, Case, Decode, Prefill
+from benchmarks.cases import INIT_BLOCKS, LOCAL_BLOCKS, PAGE_SIZE, Case, Decode, Prefill
 from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, TOPK
 from msa_icp_jax.rows import READY, ROW_WORDS
 
 EPS = {"exact": 2.0**-17, "fast": 2.0**-10}
 _TOKENS, _COLUMNS = 12, 24
+_KEY_PAGES = 1024  # from which the length of keys is taken
 
 Arrays = dict[str, Any]
 
@@ -58,7 +59,7 @@ def check_scores(case: Decode | Prefill, arrays: Arrays, precision: str) -> None
         columns = sample(position // PAGE_SIZE + 1, _COLUMNS)
         keys = _pages(arrays["keys"], table[request, columns])
         products = keys[None] * queries[token].astype(np.float64)[:, None, None]
-        at = columns[:, None] * PAGE_SIZE + RANK * keys.shape[1] + np.arange(keys.shape[1])
+        at = columns[:, None] * PAGE_SIZE + case.rank * keys.shape[1] + np.arange(keys.shape[1])
         visible = (at <= position) & (at < case.lens[request])
         want = np.where(visible, products.sum(-1), -np.inf).max(-1)
         slack = EPS[precision] * np.where(visible, np.abs(products).sum(-1), 0).max(-1)
@@ -107,6 +108,49 @@ def check_merged(case: Case, received: Any, counts: Any, output: Any, errors: An
                 )
     if host(errors).any():
         raise Mismatch(f"the merge counted {int(host(errors)[0])} faults")
+
+
+def check_chosen(case: Case, arrays: Arrays, scores: Any, ids: np.ndarray, *, exact: bool) -> None:
+    """Compares ids [T, 4, 16] (any order, -1 for none) with the best of `scores`.
+
+    Which of equal scores wins is not compared. Unless `exact`, nor is which of two wins that
+    differ by less than the fast arithmetic may err.
+
+    Raises:
+      Mismatch: an id is none, comes twice, or is not among the best.
+    """
+    counts = host(arrays["counts"])
+    slack = 0.0 if exact else EPS["fast"] * _largest_sum(arrays)
+    tokens = sample(case.tokens, 16)
+    for token, planes in zip(tokens, scores_of(scores, tokens), strict=True):
+        count = int(counts[token])
+        for head, row in enumerate(planes):
+            best = select_row(row, count)[TOPK : 2 * TOPK]
+            best = best[best >= 0]
+            got = np.sort(ids[token, head])
+            got = got[got >= 0]
+            legal = len(np.unique(got)) == len(got) == len(best) and (got < count).all()
+            forced = best[(best < INIT_BLOCKS) | (best >= count - LOCAL_BLOCKS)]
+            if not legal or not np.isin(forced, got).all() or not _alike(row, got, best, slack):
+                raise Mismatch(f"ids of token {token}, head {head}: {got}, the best are {best}")
+
+
+def _alike(row: np.ndarray, got: np.ndarray, best: np.ndarray, slack: float) -> bool:
+    """Whether two choices from a row of scores score the same, one by one."""
+    a, b = np.sort(row[got]), np.sort(row[best])
+    with np.errstate(invalid="ignore"):  # -inf less -inf
+        return bool(((a == b) | (np.abs(a - b) <= slack)).all())
+
+
+def _largest_sum(arrays: Arrays) -> float:
+    """At least sum_d |q_d k_d| of any query and key: the product of the largest lengths."""
+    queries = host(arrays["queries"]).astype(np.float32)
+    keys = np.asarray(arrays["keys"][:_KEY_PAGES]).astype(np.float32)
+    return float(_longest(queries) * _longest(keys))
+
+
+def _longest(rows: np.ndarray) -> float:
+    return float(np.sqrt((rows * rows).sum(-1).max()))
 
 
 def select_row(scores: np.ndarray, count: int) -> np.ndarray:

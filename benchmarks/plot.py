@@ -1,10 +1,11 @@
-"""Plots of a result file: time of the local stage against its floor, and ratios with the asks."""
+"""Plots of a result file: times against floors, ratios with the asks, baselines, and a sweep."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from benchmarks import model, report
 from benchmarks.cases import DECODE, FULL, PREFILL, Decode, Prefill
 from benchmarks.results import Row, load
 
@@ -12,7 +13,7 @@ _STAGES = ("local", "fused-local")
 
 
 def plot(path: Path) -> list[Path]:
-    """Writes `<name>-time.png` and `<name>-ratio.png` beside the file.
+    """Writes the plots that the file's rows allow, `<name>-<plot>.png` beside it.
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -22,13 +23,98 @@ def plot(path: Path) -> list[Path]:
 
     matplotlib.use("Agg")
     rows = [row for row in load(path) if row["stage"] in _STAGES and row["floor_us"]]
-    rows = [row for row in rows if any(row["case"] == c.name for c in (*DECODE, *PREFILL))]
-    if not rows:
+    swept = [row for row in rows if "bytes" in row]
+    points = [row for row in rows if any(row["case"] == c.name for c in (*DECODE, *PREFILL))]
+    if not swept and not points:
         raise ValueError(f"{path} has no row of a local stage")
-    return [
-        _times(rows, path.with_name(f"{path.stem}-time.png")),
-        _ratios(rows, path.with_name(f"{path.stem}-ratio.png")),
-    ]
+    made = []
+    if points:
+        made.append(_times(points, path.with_name(f"{path.stem}-time.png")))
+        made.append(_ratios(points, path.with_name(f"{path.stem}-ratio.png")))
+    if compared := _compared(points):
+        made.append(_baselines(compared, path.with_name(f"{path.stem}-baselines.png")))
+    if swept:
+        made.append(_sweep(swept, path.with_name(f"{path.stem}.png")))
+    return made
+
+
+def _compared(rows: list[Row]) -> dict[str, dict[str, float]]:
+    """By baseline and case: its time over that of the kernels, in their usual precision."""
+    ours: dict[str, float] = {}
+    for row in rows:
+        usual = "exact" if row["case"].startswith("d-") else "fast"
+        if row["backend"] == "mosaic" and row["precision"] == usual and row["stage"] == "local":
+            ours[row["case"]] = row["median_us"]
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["backend"] != "mosaic" and row["stage"] == "local" and row["case"] in ours:
+            ratio = row["median_us"] / ours[row["case"]]
+            found.setdefault(row["backend"], {})[row["case"]] = ratio
+    return found
+
+
+def _baselines(ratios: dict[str, dict[str, float]], path: Path) -> Path:
+    import matplotlib.pyplot as plt
+
+    measured = {case for by_case in ratios.values() for case in by_case}
+    cases = [c.name for c in (*DECODE, *PREFILL) if c.name in measured]
+    height = 0.8 / len(ratios)
+    figure, ax = plt.subplots(figsize=(8, 1 + 0.5 * len(cases)), constrained_layout=True)
+    for i, (backend, by_case) in enumerate(ratios.items()):
+        there = [(at, by_case[name]) for at, name in enumerate(cases) if name in by_case]
+        bars = ax.barh(
+            [at + i * height for at, _ in there], [r for _, r in there], height, label=backend
+        )
+        ax.bar_label(bars, [f"{ratio:.1f}" for _, ratio in there], padding=3, fontsize=7)
+    ax.axvline(1, color="k", linestyle="--", label="the kernels")
+    ax.set_yticks([at + 0.4 - height / 2 for at in range(len(cases))], cases)
+    ax.set(xscale="log", xlabel="score and select: time over that of the kernels")
+    ax.invert_yaxis()
+    ax.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def _sweep(rows: list[Row], path: Path) -> Path:
+    """Time against context and against batch, a column a world size, floor and model drawn in."""
+    import matplotlib.pyplot as plt
+
+    sizes = sorted({row["world_size"] for row in rows})
+    fitted = {fit.group: fit for fit in model.fits(rows)}
+    figure, axes = plt.subplots(
+        2, len(sizes), figsize=(6.5 * len(sizes), 9), squeeze=False, constrained_layout=True
+    )
+    for column, world_size in enumerate(sizes):
+        mine = [row for row in rows if row["world_size"] == world_size]
+        fit = fitted.get(f"{mine[0]['backend']} W {world_size}")
+        for line, (x, by) in enumerate((("context", "batch"), ("batch", "context"))):
+            ax = axes[line][column]
+            _sweep_panel(ax, mine, x, by, fit)
+            ax.set(title=f"W {world_size}", xlabel=x, ylabel="microseconds")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def _sweep_panel(ax: Any, rows: list[Row], x: str, by: str, fit: model.Fit | None) -> None:
+    for i, value in enumerate(sorted({row[by] for row in rows})):
+        line = sorted((r for r in rows if r[by] == value), key=lambda r: r[x])
+        at, color = [r[x] for r in line], f"C{i % 10}"
+        name = report.short(value) if by == "context" else str(value)
+        ax.plot(at, [r["median_us"] for r in line], "o-", color=color, label=name, markersize=3)
+        ax.plot(at, [r["floor_us"] for r in line], "--", color=color, linewidth=0.8)
+        if fit:
+            ax.plot(at, [fit.us(r["bytes"]) for r in line], ":", color=color, linewidth=1.2)
+    ax.plot([], [], "k--", linewidth=0.8, label="floor")
+    if fit:
+        ax.plot([], [], "k:", label=f"{fit.fixed_us:.3g} us + bytes / {fit.rate_tbps:.3g} TB/s")
+    ax.set_xscale("log", base=2)
+    ticks = sorted({row[x] for row in rows})
+    ax.set_xticks(ticks, [report.short(n) if x == "context" else str(n) for n in ticks])
+    ax.set_yscale("log")
+    ax.grid(visible=True, which="both", alpha=0.25)
+    ax.legend(fontsize=7, title=by)
 
 
 def _series(row: Row) -> str:

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterable, Sequence
 
 from benchmarks.cases import FULL, Case
+from benchmarks.model import Fit
 from benchmarks.results import Move, Row, label
 
 _HEAD = ("case", "stage", "backend", "precision", "us", "spread", "floor us", "x floor", "ask")
@@ -61,21 +62,63 @@ def show_moves(moves: Iterable[Move]) -> None:
     _show("Moved beyond the spread" if lines else "Nothing moved beyond the spread", head, lines)
 
 
+def show_curves(rows: Sequence[Row], title: str) -> None:
+    """A line a batch, a column a context: microseconds and their ratio to the floor."""
+    contexts = sorted({row["context"] for row in rows})
+    at = {(row["batch"], row["context"]): row for row in rows}
+    lines = []
+    for batch in sorted({row["batch"] for row in rows}):
+        found = [at.get((batch, context)) for context in contexts]
+        lines.append((f"batch {batch}", *map(curve_cell, found)))
+    _show(title, ("", *map(short, contexts)), lines, text_columns=1)
+
+
+def curve_cell(row: Row | None) -> str:
+    """Microseconds, and how many times the floor they are."""
+    return f"{row['median_us']:.1f} ({row['median_us'] / row['floor_us']:.2f})" if row else ""
+
+
+def short(context: int) -> str:
+    """4096 as 4K, 1048576 as 1M."""
+    return f"{context >> 20}M" if context % (1 << 20) == 0 else f"{context / 1024:g}K"
+
+
+def show_fits(fits: Iterable[Fit]) -> None:
+    lines = [
+        (
+            fit.group,
+            f"{fit.points}",
+            f"{fit.fixed_us:.2f}",
+            f"{fit.rate_tbps:.4g}",
+            f"{100 * fit.worst:+.1f} % at {fit.worst_case}",
+        )
+        for fit in fits
+    ]
+    head = ("time = fixed + bytes / rate", "points", "fixed us", "rate TB/s", "worst misfit")
+    _show("Fitted by least squares of the relative misfits", head, lines, text_columns=1)
+
+
 def show_keys(title: str, keys: Iterable[Sequence[str]]) -> None:
     for key in keys:
         print(f"{title}: {label(key)}")
 
 
-def _show(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+def _show(
+    title: str,
+    head: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    text_columns: int = _TEXT_COLUMNS,
+) -> None:
+    """A table, whose first columns are aligned to the left."""
     if importlib.util.find_spec("rich") is None:
-        _show_plain(title, head, lines)
+        _show_plain(title, head, lines, text_columns)
         return
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title)
     for i, name in enumerate(head):
-        table.add_column(name, justify="left" if i < _TEXT_COLUMNS else "right", no_wrap=True)
+        table.add_column(name, justify="left" if i < text_columns else "right", no_wrap=True)
     for line in lines:
         table.add_row(*line)
     console = Console()
@@ -83,12 +126,14 @@ def _show(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> No
     Console(width=None if console.is_terminal else 160).print(table)
 
 
-def _show_plain(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+def _show_plain(
+    title: str, head: Sequence[str], lines: Sequence[Sequence[str]], text_columns: int
+) -> None:
     widths = [max(len(x) for x in column) for column in zip(head, *lines, strict=True)]
     print(title)
     for line in (head, *lines):
         justified = (
-            text.ljust(width) if i < _TEXT_COLUMNS else text.rjust(width)
+            text.ljust(width) if i < text_columns else text.rjust(width)
             for i, (text, width) in enumerate(zip(line, widths, strict=True))
         )
         print("  ".join(justified).rstrip())

@@ -1,7 +1,9 @@
 """Result files: rows of figures, merged by what they measure.
 
 A file is `{"schema": 1, "rows": [...]}`. A row's key is (case, stage, backend, precision): a new
-run replaces the rows that it measured again and leaves the others.
+run replaces the rows that it measured again and leaves the others. Beside the rows, "absent" says
+of a backend or stage without rows why it was not measured, and "fits" how the times of a sweep grow
+(model.py).
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from benchmarks import model
 
 SCHEMA = 1
 KEY = ("case", "stage", "backend", "precision")
@@ -48,10 +52,19 @@ def load(path: Path) -> list[Row]:
     Raises:
       ValueError: the file is no result file of this schema.
     """
+    return _content(path)["rows"]
+
+
+def absent(path: Path) -> dict[str, str]:
+    """What the file says is absent, and why."""
+    return _content(path).get("absent", {})
+
+
+def _content(path: Path) -> dict[str, Any]:
     found = json.loads(path.read_text())
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise ValueError(f"{path} is no result file of schema {SCHEMA}")
-    return found["rows"]
+    return found
 
 
 def merged(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
@@ -61,13 +74,20 @@ def merged(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
     return [*kept, *fresh.values()]
 
 
-def save(path: Path, new: Iterable[Row]) -> None:
-    """Merges rows into a file, whole or not at all."""
-    rows = merged(load(path) if path.exists() else [], new)
+def save(path: Path, new: Iterable[Row], missing: dict[str, str] | None = None) -> None:
+    """Merges rows, and what is `missing`, into a file, whole or not at all."""
+    old = _content(path) if path.exists() else {"rows": []}
+    rows = merged(old["rows"], new)
+    there = {row[field] for row in rows for field in ("backend", "stage")}
+    said = old.get("absent", {}) | (missing or {})
+    said = {name: reason for name, reason in said.items() if name not in there}
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    head = f'"schema": {SCHEMA}, "absent": {json.dumps(said)}'
+    if fits := [dataclasses.asdict(fit) for fit in model.fits(rows)]:
+        head += f', "fits": {json.dumps(fits)}'
     part = path.with_name(path.name + ".part")
-    part.write_text(f'{{"schema": {SCHEMA}, "rows": [\n{lines}\n]}}\n')
+    part.write_text(f'{{{head}, "rows": [\n{lines}\n]}}\n')
     os.replace(part, path)
 
 

@@ -1,4 +1,4 @@
-"""Runs the work points: checks, times, prints and saves each; one that fails does not stop it."""
+"""Runs items: checks, times, prints and saves each; one that fails does not stop the others."""
 
 from __future__ import annotations
 
@@ -10,27 +10,33 @@ import subprocess
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from benchmarks import check, report, results, roofline
-from benchmarks.baselines import BASELINES, TorchRun, absent_peers
+from benchmarks.baselines import TORCH, TORCH_COMPILE, Baseline, TorchRun
 from benchmarks.cases import FULL, QUICK, Case, Decode, Merge, Prefill, Select
 from benchmarks.graph import GraphRun, Lowered, Unlaunchable
 from benchmarks.inputs import GPU_STREAM_BYTES, Inputs, Pool
+from benchmarks.peers import PEERS, Absent, find, unsharded
 from benchmarks.stages import build, written_like
 from benchmarks.timing import JitRun, Times
 from msa_icp_jax.backend import resolve_backend
 
-_RUNS = {"graph": 15, "jit": 7, "torch": 7}
+_RUNS = {"graph": 15, "jit": 7, "baseline": 15}
 # Microseconds that a program should last, and a guess of a stage's time over its floor.
 _PROGRAM_US = {"graph": 2_000.0, "jit": 10_000.0}
 _OVER_FLOOR = {"mosaic": 1.2, "xla": 12.0}
 _LAUNCH_US = 2.0
-_RESERVE_SECONDS = 20  # of the budget: what one more item may take
+# Links of a jitted program's loop: as many as XLA launches as one graph; few of XLA's own, each of
+# which is a loop of many operations and takes long to compile.
+_LOOP_LINKS = {"mosaic": 16, "xla": 1}
+# Of the budget: what one more item may take.
+_RESERVE_SECONDS = {"mosaic": 6, "torch": 6, "xla": 15, "torch_compile": 25}
+_RESERVE_OTHERS_SECONDS = 25
 _GRACE_SECONDS = 30  # past the budget: a hung item is given up, what was measured is saved
 
 
@@ -46,6 +52,7 @@ class Options:
       out: the result file, or None for the device's own.
       budget_seconds: time for everything, or None.
       commit: what is measured, or None to ask git.
+      start: from when the budget counts.
     """
 
     quick: bool = False
@@ -56,6 +63,7 @@ class Options:
     out: Path | None = None
     budget_seconds: float | None = None
     commit: str | None = None
+    start: float = dataclasses.field(default_factory=time.monotonic)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +74,7 @@ class Item:
     stage: str
     backend: str
     precision: str
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)  # more fields of the row
 
     @property
     def label(self) -> str:
@@ -97,24 +106,61 @@ def _all_items(cases: list[Case], machine: Machine) -> Iterator[Item]:
     if not machine.gpu:
         for case in cases:
             yield from (Item(case, stage, "xla", "exact") for stage in case.stages)
-        return
-    for backend in BASELINES[:1] if machine.torch else ():
-        yield from (Item(case, "local", backend, "fast") for case in decode)
-    yield from (Item(case, "local", "xla", "exact") for case in decode)
-    for backend in BASELINES[1:] if machine.torch else ():
-        yield from (Item(case, "local", backend, "fast") for case in decode)
+    there = machine.baselines
+    for name in (name for name in PEERS if name in there):
+        yield from (Item(case, "local", name, "fast") for case in decode)
+    if TORCH.name in there:
+        yield from (Item(case, "local", TORCH.name, "fast") for case in (*decode, *prefill))
+    if machine.gpu:
+        yield from (Item(case, "local", "xla", "exact") for case in decode)
+    if TORCH_COMPILE.name in there:
+        yield from (Item(case, "local", TORCH_COMPILE.name, "fast") for case in decode)
+    if machine.gpu:
+        yield from (Item(case, "local", "xla", "exact") for case in prefill)
 
 
 class Machine:
-    """Where this runs."""
+    """Where this runs, and what is installed there.
+
+    Attributes:
+      torch: the torch module where it sees this GPU, else None.
+      baselines: the backends on torch tensors that can be measured here.
+      absent: those that cannot, and why.
+    """
 
     def __init__(self) -> None:
         device = jax.devices()[0]
         self.gpu = device.platform == "gpu"
         self.mosaic = self.gpu and resolve_backend("auto") == "mosaic"
-        self.torch = _cuda_torch() if self.gpu else None
         self.device = device.device_kind
         self.driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        torch = _torch()
+        self.torch_version = str(torch.__version__) if torch else None
+        self.torch = torch if self.gpu and torch and torch.cuda.is_available() else None
+        self.baselines: dict[str, Baseline] = {}
+        self.absent: dict[str, str] = {}
+        self._look_for_baselines(torch is not None)
+
+    def _look_for_baselines(self, torch: bool) -> None:
+        if self.gpu:
+            usable, reason = self.torch is not None, "torch does not see a GPU here"
+        else:
+            usable, reason = torch, "torch is not installed"
+        if not usable:
+            self.absent = dict.fromkeys((TORCH.name, TORCH_COMPILE.name, *PEERS), reason)
+            return
+        self.baselines[TORCH.name] = TORCH
+        if not self.gpu:
+            reason = "measured on GPUs only"
+            self.absent = dict.fromkeys((TORCH_COMPILE.name, *PEERS), reason)
+            return
+        self.baselines[TORCH_COMPILE.name] = TORCH_COMPILE
+        for name in PEERS:
+            match find(name):
+                case Absent(name, reason):
+                    self.absent[name] = reason
+                case peer:
+                    self.baselines[name] = peer
 
     @property
     def default_out(self) -> Path:
@@ -125,10 +171,10 @@ class Machine:
 class Runner:
     """One run over items."""
 
-    def __init__(self, options: Options, machine: Machine) -> None:
-        self.start = time.monotonic()
+    def __init__(self, options: Options, machine: Machine, wanted: Sequence[Item]) -> None:
         self.options = options
         self.machine = machine
+        self.wanted = wanted
         self.out = options.out or machine.default_out
         self.rows: list[results.Row] = []
         self.failed: list[str] = []
@@ -138,22 +184,21 @@ class Runner:
 
     def run(self) -> int:
         """Runs everything; 0, or 1 when an item failed."""
-        wanted = items(self.options, self.machine)
+        wanted = self.wanted
         if not wanted:
             print("benchmarks: nothing matches")
             return 2
         self._guard()
         self.ceilings = roofline.measure(self.machine.torch)
         self._say(f"{self.machine.device}: {self._ceilings_text()}")
-        self.pool = Pool(
-            list({item.case.name: item.case for item in wanted}.values()),
-            GPU_STREAM_BYTES if self.machine.gpu else 0,
-        )
+        cases = list({item.case.name: item.case for item in wanted}.values())
+        cases += [unsharded(case) for case in cases if isinstance(case, Decode)]
+        self.pool = Pool(cases, GPU_STREAM_BYTES if self.machine.gpu else 0)
         for number, item in enumerate(wanted, 1):
-            if self._spent():
-                self.left_out = [item.label for item in wanted[number - 1 :]]
-                break
-            self._attempt(item, f"{number}/{len(wanted)}")
+            if self._spent(item):
+                self.left_out.append(item.label)
+            else:
+                self._attempt(item, f"{number}/{len(wanted)}")
         self._summary()
         return 1 if self.failed else 0
 
@@ -166,21 +211,28 @@ class Runner:
             traceback.print_exc(limit=-6)
             return
         self.rows.append(row)
-        results.save(self.out, self.rows)
+        results.save(self.out, self.rows, self._absent())
         text = report.cells(row)
         ratio = f" = {text[7]} x floor" if text[7] else ""
         self._say(f"{count} {item.label}: {text[4]} us{ratio} ({row['timing']}) {text[8]}")
 
     def _measure(self, item: Item) -> results.Row:
+        if item.backend in self.machine.baselines:
+            return self._measure_baseline(item, self.machine.baselines[item.backend])
         inputs = self._inputs_of(item)
-        if item.backend in BASELINES:
-            assert isinstance(item.case, Decode)
-            torch_run = TorchRun(item.case, inputs, item.backend)
-            torch_run.check()
-            return self._row(item, torch_run.times(_RUNS["torch"]))
         run, arrays = self._prepare(item, inputs)
         _check(item, arrays)
         return self._row(item, run.times(_RUNS["graph" if isinstance(run, GraphRun) else "jit"]))
+
+    def _measure_baseline(self, item: Item, baseline: Baseline) -> results.Row:
+        case = item.case
+        assert isinstance(case, Decode | Prefill)
+        if baseline.name in PEERS:
+            assert isinstance(case, Decode)
+            case = unsharded(case)
+        run = TorchRun(case, self._inputs_of(item, case), baseline)
+        run.check()
+        return self._row(item, run.times(_RUNS["baseline"]))
 
     def _prepare(self, item: Item, inputs: Inputs) -> tuple[GraphRun | JitRun, dict[str, Any]]:
         """The stage, run once: what times it, and all its arrays."""
@@ -197,7 +249,8 @@ class Runner:
                     raise
                 self._say(f"{item.label}: jit instead of a graph, since {error}")
         stage = build(item.case, item.stage, item.backend, item.precision, arrange=True)
-        jit_run = JitRun(stage, inputs, shapes, self._links(item, "jit"))
+        loop = _LOOP_LINKS[item.backend]
+        jit_run = JitRun(stage, inputs, shapes, self._links(item, "jit"), loop)
         return jit_run, jit_run.last_set | jit_run.run()
 
     def _links(self, item: Item, method: str) -> int:
@@ -208,13 +261,14 @@ class Runner:
         guess = floor * _OVER_FLOOR[item.backend] + _LAUNCH_US
         return max(1, round(_PROGRAM_US[method] / guess))
 
-    def _inputs_of(self, item: Item) -> Inputs:
-        """The case's inputs; those of the last case are kept."""
+    def _inputs_of(self, item: Item, case: Case | None = None) -> Inputs:
+        """The inputs of the item's case, or of the `case` instead; the last ones are kept."""
+        case = case or item.case
         backend = "mosaic" if item.backend == "mosaic" else "xla"
-        key = (item.case.name, backend)
+        key = (case.name, "peer" if item.backend in PEERS else backend)
         if self._inputs is None or self._inputs[0] != key:
             self._inputs = None  # frees the last ones before making new ones
-            self._inputs = (key, self.pool.inputs(item.case, backend))
+            self._inputs = (key, self.pool.inputs(case, backend))
         return self._inputs[1]
 
     def _lowered_of(self, item: Item) -> dict[str, Lowered]:
@@ -226,7 +280,6 @@ class Runner:
 
     def _row(self, item: Item, times: Times) -> results.Row:
         floor = item.case.floor(item.stage).us(self.ceilings.read_tbps, self.ceilings.fp8_tflops)
-        torch = self.machine.torch
         return {
             "case": item.case.name,
             "stage": item.stage,
@@ -239,36 +292,50 @@ class Runner:
             "device": self.machine.device,
             "driver": self.machine.driver,
             "jax": jax.__version__,
-            "torch": str(torch.__version__) if torch else None,
+            "torch": self.machine.torch_version,
             "commit": self.options.commit or _commit(),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "read_tbps": round(self.ceilings.read_tbps, 4),
             "fp8_tflops": self.ceilings.fp8_tflops and round(self.ceilings.fp8_tflops, 1),
             "timing": times.method,
+            **item.extra,
         }
 
+    def _absent(self) -> dict[str, str]:
+        """What was asked for and cannot be measured here."""
+        asked = self.options.backends
+        return {k: v for k, v in self.machine.absent.items() if not asked or k in asked}
+
     def _summary(self) -> None:
-        if self.rows:
-            report.show_rows(self.rows, f"{self.machine.device}: {self._ceilings_text()}")
-            print(f"{len(self.rows)} rows in {self.out}")
-        if self.machine.gpu and (absent := absent_peers()):
-            print(f"absent, not measured: {', '.join(absent)}")
+        print(f"{len(self.rows)} rows in {self.out}")
+        for name, reason in self._absent().items():
+            print(f"absent: {name} ({reason})")
         for label in self.left_out:
             print(f"left out, out of time: {label}")
         for line in self.failed:
             print(f"FAILED {line}")
+
+    def show(self) -> None:
+        """Prints a table of the rows."""
+        if self.rows:
+            report.show_rows(self.rows, f"{self.machine.device}: {self._ceilings_text()}")
 
     def _ceilings_text(self) -> str:
         fp8 = self.ceilings.fp8_tflops
         matmul = f"fp8 product {fp8:.0f} TFLOP/s" if fp8 else "no fp8 unit"
         return f"reads {self.ceilings.read_tbps:.3f} TB/s, {matmul}"
 
-    def _say(self, text: str) -> None:
-        print(f"[{time.monotonic() - self.start:6.1f} s] {text}", flush=True)
+    def _elapsed(self) -> float:
+        return time.monotonic() - self.options.start
 
-    def _spent(self) -> bool:
+    def _say(self, text: str) -> None:
+        print(f"[{self._elapsed():6.1f} s] {text}", flush=True)
+
+    def _spent(self, item: Item) -> bool:
+        """Whether too little is left of the budget for an item."""
         budget = self.options.budget_seconds
-        return budget is not None and time.monotonic() - self.start > budget - _RESERVE_SECONDS
+        reserve = _RESERVE_SECONDS.get(item.backend, _RESERVE_OTHERS_SECONDS)
+        return budget is not None and self._elapsed() > budget - reserve
 
     def _guard(self) -> None:
         """Ends a run that hangs; its rows are saved as they come."""
@@ -279,7 +346,8 @@ class Runner:
             print(f"benchmarks: an item hangs; giving up, {len(self.rows)} rows in {self.out}")
             os._exit(3)
 
-        timer = threading.Timer(self.options.budget_seconds + _GRACE_SECONDS, give_up)
+        left = self.options.budget_seconds + _GRACE_SECONDS - self._elapsed()
+        timer = threading.Timer(left, give_up)
         timer.daemon = True
         timer.start()
 
@@ -296,13 +364,13 @@ def _check(item: Item, arrays: dict[str, Any]) -> None:
         check.check_merged(case, received, arrays["counts"], arrays["output"], arrays["errors"])
 
 
-def _cuda_torch() -> Any:
-    """The torch module where it sees a GPU, else None."""
+def _torch() -> Any:
+    """The torch module, or None where it is not installed."""
     try:
         import torch
     except ImportError:
         return None
-    return torch if torch.cuda.is_available() else None
+    return torch
 
 
 def _commit() -> str | None:

@@ -21,8 +21,7 @@ from jax import lax
 from benchmarks.inputs import Inputs
 from benchmarks.stages import Stage, initial, run
 
-_LOOP_LINKS = 16  # links of a loop's body at least: XLA then launches them as one graph
-_MAX_SETS = 64  # each one adds links to the loop's body, hence to compile time
+_MAX_SETS_PER_LINK = 4  # of the least that a loop's body has: each set adds to compile time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +43,26 @@ class Times:
 class JitRun:
     """A stage's program with its buffers."""
 
-    def __init__(self, stage: Stage, inputs: Inputs, shapes: dict[str, Any], links: int) -> None:
-        """Compiles; `links` is rounded up to whole loops over the sets."""
-        sets = [_after_prelude(stage, inputs.fixed, x, shapes) for x in inputs.sets[:_MAX_SETS]]
-        loop = sets * max(1, -(-min(links, _LOOP_LINKS) // len(sets)))
+    def __init__(
+        self,
+        stage: Stage,
+        inputs: Inputs,
+        shapes: dict[str, Any],
+        links: int,
+        loop_links: int = 16,
+    ) -> None:
+        """Compiles.
+
+        Args:
+          stage, inputs: what runs, and on what.
+          shapes: of the arrays that stages write.
+          links: how many to run, rounded up to whole loops over the sets.
+          loop_links: links of the loop's body at least; it has one for each set, four times
+            that at most.
+        """
+        sets = inputs.sets[: _MAX_SETS_PER_LINK * loop_links]
+        sets = [_after_prelude(stage, inputs.fixed, x, shapes) for x in sets]
+        loop = sets * max(1, -(-min(links, loop_links) // len(sets)))
         self.links = len(loop) * -(-links // len(loop))
         self.last_set = inputs.fixed | sets[-1]
         self._inputs = (inputs.fixed, loop)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import check, graph, results, timing
-from benchmarks.__main__ import main
-from benchmarks.cases import DECODE, FULL, MERGE, PREFILL, QUICK, SELECT, Prefill
+from benchmarks import check, documents, graph, model, peers, record, results, sweep, timing
+from benchmarks.__main__ import _size, main
+from benchmarks.cases import DECODE, FULL, MERGE, PREFILL, QUICK, SELECT, Decode, Prefill
 from benchmarks.inputs import Inputs, Pool
 from benchmarks.stages import Part, Stage, build, run, written_like
 from benchmarks.timing import JitRun, Times
@@ -193,6 +197,39 @@ def test_merge_ids_takes_a_repeated_block_once_with_its_best_score():
     assert check.merge_ids(rows, 12).tolist() == [*range(12), -1, -1, -1, -1]
 
 
+def test_chosen_ids_are_compared(decoded):
+    case, a = decoded
+    scores, counts = a["scores"], a["counts"]
+    best = np.stack(
+        [
+            [check.select_row(row, int(n))[16:32] for row in planes]
+            for planes, n in zip(scores, counts, strict=True)
+        ]
+    )
+    compare = functools.partial(check.check_chosen, case, a, scores)
+    compare(best[..., ::-1], exact=True)  # in any order
+    for exact in (True, False):
+        with pytest.raises(check.Mismatch, match="token 0, head 0"):
+            compare(changed(best, (0, 0, 0), best[0, 0, 1]), exact=exact)  # twice
+        with pytest.raises(check.Mismatch, match="token 0, head 0"):
+            compare(changed(best, (0, 0, 0), -1), exact=exact)
+        with pytest.raises(check.Mismatch, match="token 0, head 0"):
+            compare(changed(best, (0, 0, 0), int(counts[0])), exact=exact)
+    # The last token sees 24 blocks: swap the worst chosen for the best left out.
+    token, head = case.tokens - 1, 0
+    row, chosen = scores[token, head], best[token, head]
+    out = np.setdiff1d(np.arange(counts[token]), chosen)
+    best_out, worst = out[row[out].argmax()], chosen[row[chosen].argsort()][0]
+    swapped = changed(best, (token, head), np.where(chosen == worst, best_out, chosen))
+    with pytest.raises(check.Mismatch, match=f"token {token}"):
+        compare(swapped, exact=True)
+    near = changed(scores, (token, head, best_out), row[worst] - 1e-3)
+    check.check_chosen(case, a, near, swapped, exact=False)
+    without_forced = changed(best, (token, head, 15), best_out)
+    with pytest.raises(check.Mismatch, match=f"token {token}"):
+        check.check_chosen(case, a, np.zeros_like(scores), without_forced, exact=False)
+
+
 # ---- timing ----
 
 
@@ -363,6 +400,291 @@ def test_merge_command(tmp_path):
     assert [r["median_us"] for r in results.load(into)] == [2.0, 4.0]
 
 
+def test_what_is_absent_is_said_until_it_is_measured(tmp_path):
+    path = tmp_path / "r.json"
+    results.save(path, [row("a")], {"vllm": "not here", "host": "no GPU"})
+    results.save(path, [row("a", backend="torch")], {"vllm": "still not here"})
+    assert results.absent(path) == {"vllm": "still not here", "host": "no GPU"}
+    results.save(path, [row("torch-op", stage="host", backend="torch")])
+    assert results.absent(path) == {"vllm": "still not here"}
+
+
+# ---- how times grow ----
+
+
+def swept(size, us, backend="mosaic", world_size=4, **more):
+    made = row(f"s{size}-{world_size}", backend=backend, median=us, spread=0.0)
+    return made | {"bytes": size, "world_size": world_size} | more
+
+
+def test_the_model_is_recovered():
+    rows = [swept(n, 5 + n / 4e6, world_size=w) for w in (2, 4) for n in (1e4, 1e6, 1e8)]
+    assert [fit.group for fit in model.fits(rows)] == ["mosaic W 2", "mosaic W 4", "mosaic"]
+    for fit in model.fits(rows):
+        assert fit.fixed_us == pytest.approx(5, rel=1e-4)
+        assert fit.rate_tbps == pytest.approx(4, rel=1e-4)
+        assert abs(fit.worst) < 1e-3 and fit.us(4e6) == pytest.approx(6, rel=1e-3)
+
+
+def test_misfits_count_relative_to_the_time():
+    rows = [swept(n, 5 + n / 4e6) for n in (1e3, 1e4, 1e8, 2e8)] + [swept(5e7, 30.0)]
+    (fit,) = model.fits(rows)
+    assert fit.points == 5 and fit.worst_case == "s50000000.0-4" and fit.worst < -0.2
+    time, size = (np.array([r[n] for r in rows]) for n in ("median_us", "bytes"))
+
+    def cost(fixed, rate):
+        return np.square((fixed + size / rate / 1e6) / time - 1).sum()
+
+    least = cost(fit.fixed_us, fit.rate_tbps)
+    for fixed, rate in ((1.02, 1), (0.98, 1), (1, 1.02), (1, 0.98)):
+        assert least < cost(fixed * fit.fixed_us, rate * fit.rate_tbps)
+
+
+def test_a_model_needs_three_points_of_two_sizes():
+    assert model.fits([swept(1e6, 5.0), swept(2e6, 6.0)]) == []
+    assert model.fits([swept(1e6, us) for us in (5.0, 5.1, 5.2)]) == []
+    assert model.fits([row(name) for name in "abc"]) == []
+
+
+def test_sweep_points_are_bounded():
+    cases = sweep.points(sweep.CONTEXTS["gpu"], sweep.BATCHES["gpu"], sweep.WORLD_SIZES)
+    assert len({case.name for case in cases}) == len(cases) == 44
+    assert max(case.key_bytes for case in cases) == sweep.MOST_KEY_BYTES == 1 << 30
+    reach = {(len(case.lens), case.lens[0]) for case in cases}
+    assert {(1, 1 << 12), (1, 1 << 20), (256, 1 << 12), (16, 1 << 20)} <= reach
+    assert cases[0].name == "s-b1-4k-w2" and cases[0].floor("local").bytes == (4096 // 2 + 4) * 128
+
+
+def test_sweep_command(tmp_path):
+    out = tmp_path / "s.json"
+    sizes = ("--contexts", "1K", "2K", "--batches", "1", "2")
+    done = run_cli("sweep", *sizes, "--commit", "abc", "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = results.load(out)
+    assert len(rows) == 8 and all(r["checked"] and r["stage"] == "local" for r in rows)
+    assert {(r["context"], r["batch"], r["world_size"]) for r in rows} == {
+        (n, b, w) for n in (1024, 2048) for b in (1, 2) for w in (2, 4)
+    }
+    stored = json.loads(out.read_text())["fits"]
+    assert [fit["points"] for fit in stored] == [4, 4, 8]
+    for text in ("batch 2", "W 2: us (x floor) by context", "time = fixed + bytes / rate"):
+        assert text in done.stdout
+
+
+def test_sizes():
+    assert [_size(text) for text in ("512", "4K", "1m")] == [512, 4096, 1 << 20]
+
+
+# ---- baselines and peers ----
+
+
+def measured(case, baseline, device_case=None):
+    from benchmarks.baselines import TorchRun
+
+    run = TorchRun(
+        device_case or case, Pool([device_case or case], 0).inputs(case, "xla"), baseline
+    )
+    run.check()
+    times = run.times(3)
+    assert times.method == "eager" and len(times.us) == 3 and times.median > 0
+
+
+@pytest.mark.parametrize("name", ["quick-decode", "quick-prefill"])
+def test_torch_baseline(name):
+    pytest.importorskip("torch")
+    from benchmarks.baselines import TORCH
+
+    measured(case_named(name), TORCH)
+
+
+def fake_packages(monkeypatch, wrong=False):
+    """Packages that do what the peers' functions document, in torch."""
+    torch = pytest.importorskip("torch")
+
+    def keys_of(cache, pages, length):
+        return (
+            cache.view(torch.uint8)[pages]
+            .view(torch.float8_e4m3fn)
+            .float()
+            .reshape(-1, 128)[:length]
+        )
+
+    def score_rows(queries, cache, table, lens, per_request, columns):
+        scores = torch.full((len(queries), 4, columns), -torch.inf)
+        for token, query in enumerate(queries.float()):
+            request, j = divmod(token, per_request)
+            length = int(lens[request])
+            products = query @ keys_of(cache, table[request].clamp(min=0), length).T
+            position = length - per_request + j
+            products[:, position + 1 :] = -torch.inf
+            for column in range(-(-length // 128)):
+                scores[token, :, column] = products[:, column * 128 :][:, :128].amax(-1)
+        return scores
+
+    def choose(scores, counts, last):
+        ids = torch.full((*scores.shape[:2], 16), -1, dtype=torch.int32)
+        for token, planes in enumerate(scores):
+            for head, plane in enumerate(planes):
+                plane = plane[: int(counts[token])].clone()
+                if last:
+                    plane[-1] = torch.inf
+                best = plane.topk(min(16, len(plane)), largest=not wrong).indices
+                ids[token, head, : len(best)] = best.sort().values.to(torch.int32)
+        return ids
+
+    def msa_proxy_score(
+        q, k, cu_seqlens_q, *, page_table, seqused_k, causal, max_seqlen_q, max_k_tiles, output
+    ):
+        assert causal and k.shape[1:] == (1, 128, 128)
+        assert cu_seqlens_q.tolist() == list(range(0, len(q) + 1, max_seqlen_q))
+        found = score_rows(q, k[:, 0], page_table, seqused_k, max_seqlen_q, max_k_tiles)
+        output.copy_(found.permute(1, 2, 0))
+
+    def msa_topk_select(
+        max_score, topk, num_valid_pages, output, force_begin_blocks, force_end_blocks
+    ):
+        assert (topk, force_begin_blocks, force_end_blocks) == (16, 0, 1)
+        output.copy_(choose(max_score.permute(2, 0, 1), num_valid_pages, last=True))
+
+    def minimax_m3_index_decode(
+        idx_q, index_kv_cache, block_table, seq_lens, max_seq_len, topk, init_blocks,
+        local_blocks, num_kv_heads, decode_query_len, max_decode_query_len, out,
+    ):  # fmt: skip
+        assert (topk, init_blocks, local_blocks, num_kv_heads) == (16, 0, 1, 4)
+        assert decode_query_len == max_decode_query_len
+        columns = max_seq_len // 128
+        scores = score_rows(idx_q, index_kv_cache, block_table, seq_lens, decode_query_len, columns)
+        counts = [
+            (int(seq_lens[t // decode_query_len]) - decode_query_len + t % decode_query_len) // 128
+            + 1
+            for t in range(len(idx_q))
+        ]
+        out.copy_(choose(scores, counts, last=True).permute(1, 0, 2))
+
+    offered = {
+        "flashinfer.msa_ops": (msa_proxy_score, msa_topk_select),
+        "vllm.models.minimax_m3.common.ops": (minimax_m3_index_decode,),
+    }
+    for name, functions in offered.items():
+        module = types.ModuleType(name)
+        for function in functions:
+            setattr(module, function.__name__, function)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("name", peers.PEERS)
+def test_a_peer_is_called_as_it_documents(name, monkeypatch):
+    fake_packages(monkeypatch)
+    case = peers.unsharded(Decode("d", (9216, 700, 12288), 4, query_len=2))
+    assert case.lens == (2304, 175, 3072) and case.rows_per_page == 128
+    measured(case, peers.find(name))
+
+
+@pytest.mark.parametrize("name", peers.PEERS)
+def test_a_peer_that_chooses_wrongly_is_not_timed(name, monkeypatch):
+    fake_packages(monkeypatch, wrong=True)
+    with pytest.raises(check.Mismatch, match="the best are"):
+        measured(Decode("d", (3072,), 1), peers.find(name))
+
+
+def test_a_peer_that_is_not_there_is_absent():
+    found = peers.find("vllm")
+    assert isinstance(found, peers.Absent) and "cannot import vllm.models" in found.reason
+
+
+def test_a_peer_with_other_parameters_is_absent(monkeypatch):
+    module = types.ModuleType("flashinfer.msa_ops")
+    monkeypatch.setitem(sys.modules, "flashinfer.msa_ops", module)
+    assert "msa_proxy_score does not exist" in peers.find("flashinfer").reason
+    module.msa_proxy_score = lambda q, k: None
+    reason = peers.find("flashinfer").reason
+    assert "msa_proxy_score(q, k) has no cu_seqlens_q, page_table" in reason
+
+
+def test_a_peer_reads_what_a_rank_reads():
+    for case in DECODE:
+        mine, theirs = case.floor("local").bytes, peers.unsharded(case).floor("local").bytes
+        assert theirs == pytest.approx(mine, rel=1e-2)
+        assert peers.unsharded(case).tokens == case.tokens
+
+
+# ---- everything at once ----
+
+
+def test_record_runs_each_part_within_what_is_left(monkeypatch, tmp_path, capsys):
+    """One part fails, one hangs: the others still run."""
+    calls = []
+    results_of = iter([1, subprocess.TimeoutExpired("x", 1), 0])
+
+    def fake_run(command, *, timeout, check):
+        calls.append((command[3:], timeout))
+        result = next(results_of)
+        if isinstance(result, Exception):
+            raise result
+        return subprocess.CompletedProcess(command, result)
+
+    monkeypatch.setattr(record.subprocess, "run", fake_run)
+    out = tmp_path / "h200.json"
+    assert main(["record", "--out", str(out), "--budget-seconds", "200", "--commit", "abc"]) == 1
+    said = capsys.readouterr().out
+    assert "kernels: exit status 1" in said and "baselines: done" in said
+    assert "sweep: ended after" in said
+    assert [command[-3] for command, _ in calls] == ["abc"] * 3
+    assert calls[1][0][:3] == ["sweep", "--out", str(tmp_path / "h200-sweep.json")]
+    for command, timeout in calls:
+        assert float(command[-1]) + record._GRACE_SECONDS == pytest.approx(timeout, abs=1)
+        assert timeout <= 201
+
+
+def test_record_leaves_out_what_there_is_no_time_for(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(record.subprocess, "run", lambda *_, **__: pytest.fail("started"))
+    assert main(["record", "--out", str(tmp_path / "r.json"), "--budget-seconds", "60"]) == 1
+    assert capsys.readouterr().out.count("left out") == 3
+
+
+# ---- documents ----
+
+
+@pytest.mark.parametrize(("path", "name"), documents.PARTS)
+def test_documents_show_the_committed_results(path, name):
+    text = path.read_text()
+    assert documents.put(text, name, documents.PARTS[path, name]()) == text, (
+        "python -m benchmarks readme brings it up to date"
+    )
+
+
+def test_the_example_of_a_larger_mesh_runs():
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = re.findall(r"^print\(.*\)  # (.*?)(?:: .*)?$", code, re.MULTILINE)
+    assert done.stdout.splitlines() == printed and len(printed) == 3
+
+
+def test_a_part_is_replaced():
+    text = "a\n<!-- measured: x -->\nold\n<!-- end of x -->\nb"
+    assert documents.put(text, "x", "new\\1\n") == text.replace("old", "new\\1")
+    for broken in ("a", text + text):
+        with pytest.raises(ValueError, match="no single part 'x'"):
+            documents.put(broken, "x", "new")
+
+
+def test_cases_in_words():
+    described = {case.name: documents.describe(case) for case in (*DECODE, *PREFILL)}
+    assert described["d-b1-1m-w4"] == "1 x 1M keys, W 4"
+    assert described["d-b32-128k-w4-q4"] == "32 x 128K keys, 4 tokens each, W 4"
+    assert described["p-ragged-w4"] == "8 x 1,024 tokens ending at 16K to 256K, W 4"
+    assert len(set(described.values())) == len(described)
+
+
 # ---- whole runs ----
 
 
@@ -403,7 +725,8 @@ def test_one_failing_case_does_not_stop_the_others(tmp_path, monkeypatch):
 
     monkeypatch.setattr(bench.check, "check_rows", broken)
     options = bench.Options(quick=True, cases="*-t8-*", backends=("xla",), out=tmp_path / "r.json")
-    assert bench.Runner(options, bench.Machine()).run() == 1
+    machine = bench.Machine()
+    assert bench.Runner(options, machine, bench.items(options, machine)).run() == 1
     (kept,) = results.load(tmp_path / "r.json")
     assert kept["case"] == "merge-t8-w4"
 
@@ -418,6 +741,26 @@ def test_plot(tmp_path):
     results.save(tmp_path / "r.json", rows)
     for path in plot(tmp_path / "r.json"):
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+def test_plot_of_baselines_and_of_a_sweep(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks.plot import plot
+
+    points = [
+        row("d-b8-128k-w4", backend=backend, precision=precision, median=us) | {"floor_us": 7.6}
+        for backend, precision, us in (("mosaic", "exact", 14.0), ("torch", "fast", 300.0))
+    ]
+    curves = [
+        swept(n * b, 5 + n * b / 4e6, context=n, batch=b, floor_us=n * b / 4.4e6)
+        for n in (1 << 12, 1 << 20)
+        for b in (1, 16)
+    ]
+    results.save(tmp_path / "r.json", points + curves)
+    names = {path.name for path in plot(tmp_path / "r.json")}
+    assert names == {"r-time.png", "r-ratio.png", "r-baselines.png", "r.png"}
+    for name in names:
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_asks_are_judged():

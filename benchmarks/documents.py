@@ -1,0 +1,269 @@
+"""Writes the measured parts of the documents from the committed results: nobody types a figure.
+
+A part stands between `<!-- measured: NAME -->` and `<!-- end of NAME -->`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from benchmarks import model, report, results
+from benchmarks.cases import DECODE, MERGE, PREFILL, SELECT, Decode, Prefill
+from benchmarks.results import Row
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results" / "h200.json"
+SWEEP = RESULTS.with_name("h200-sweep.json")
+_NONE = "-"
+_NAMES = {"xla": "XLA", "torch": "torch", "torch_compile": "torch.compile"}
+
+
+class Figures:
+    """The rows of a result file by what they measure."""
+
+    def __init__(self, path: Path) -> None:
+        self.rows = results.load(path) if path.exists() else []
+        self.absent = results.absent(path) if path.exists() else {}
+        self._by_key = {results.key_of(row): row for row in self.rows}
+
+    def row(self, *key: str) -> Row | None:
+        return self._by_key.get(key)
+
+    def us(self, *key: str) -> str:
+        """A median."""
+        row = self.row(*key)
+        return _us(row["median_us"]) if row else _NONE
+
+    def with_spread(self, *key: str) -> str:
+        """A median with the smallest and the largest time."""
+        row = self.row(*key)
+        if row is None:
+            return _NONE
+        low, high = row["spread_us"]
+        return f"**{_us(row['median_us'])}** ({_us(low)} to {_us(high)})"
+
+    def floor(self, *key: str) -> str:
+        row = self.row(*key)
+        return _us(row["floor_us"]) if row else _NONE
+
+    def over_floor(self, *key: str) -> str:
+        row = self.row(*key)
+        return f"{row['median_us'] / row['floor_us']:.2f}" if row else _NONE
+
+
+def rewrite() -> list[Path]:
+    """Brings all parts up to date; the files that changed."""
+    changed = []
+    for path in dict.fromkeys(path for path, _ in PARTS):
+        old = path.read_text()
+        new = old
+        for (place, name), make in PARTS.items():
+            if place == path:
+                new = put(new, name, make())
+        if new != old:
+            path.write_text(new)
+            changed.append(path)
+    return changed
+
+
+def put(text: str, name: str, part: str) -> str:
+    """`text` with the part of that name replaced.
+
+    Raises:
+      ValueError: it does not have it once.
+    """
+    begin, end = f"<!-- measured: {name} -->\n", f"<!-- end of {name} -->"
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    if len(pattern.findall(text)) != 1:
+        raise ValueError(f"no single part {name!r} between {begin.strip()} and {end}")
+    return pattern.sub(lambda _: f"{begin}{part}{end}", text)
+
+
+# ---- parts ----
+
+
+def performance() -> str:
+    """README: decode, prefill, single stages."""
+    figures = Figures(RESULTS)
+    paragraphs = [
+        _where(figures.rows),
+        _decode_table(figures),
+        _prefill_table(figures),
+        _stage_table(figures),
+        *_fit_sentences(model.fits(Figures(SWEEP).rows)),
+        *_absent(figures),
+    ]
+    return "\n" + "\n\n".join(paragraphs) + "\n\n"
+
+
+def scaling() -> str:
+    """docs/scaling.md: the sweep and the fitted model."""
+    rows = Figures(SWEEP).rows
+    if not rows:
+        return "\nNot measured yet.\n\n"
+    paragraphs = [_where(rows)]
+    for world_size in sorted({row["world_size"] for row in rows}):
+        curves = [row for row in rows if row["world_size"] == world_size]
+        paragraphs.append(f"W = {world_size}, microseconds (and times over the floor) by context:")
+        paragraphs.append(_curves(curves))
+    paragraphs.append(_fits_table(model.fits(rows)))
+    paragraphs.append(
+        f"![times, floors and model](../benchmarks/results/{SWEEP.stem}.png)\n\n"
+        "Dashed is the floor (bytes over the read ceiling of the same run), dotted the model."
+    )
+    return "\n" + "\n\n".join(paragraphs) + "\n\n"
+
+
+def _where(rows: Sequence[Row]) -> str:
+    """The device, the versions and the ceilings of the rows."""
+    device, driver, jax, torch = (_all(rows, n) for n in ("device", "driver", "jax", "torch"))
+    days = sorted({row["date"][:10] for row in rows})
+    reads = sorted({row["read_tbps"] for row in rows if row["read_tbps"]})
+    products = sorted({row["fp8_tflops"] for row in rows if row["fp8_tflops"]})
+    commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in rows if row["commit"]))
+    return (
+        f"{device}, driver {driver}, jax {jax}, torch {torch}; {_span(days)}, commit {commits}; "
+        f"reads {_span([f'{x:.2f}' for x in reads])} TB/s, fp8 products "
+        f"{_span([f'{x:,.0f}' for x in products])} TFLOP/s in the same run."
+    )
+
+
+def _all(rows: Iterable[Row], name: str) -> str:
+    return ", ".join(dict.fromkeys(row[name] for row in rows if row[name]))
+
+
+def _span(ordered: Sequence[str]) -> str:
+    ends = list(dict.fromkeys([ordered[0], ordered[-1]]))
+    return " to ".join(ends)
+
+
+def _decode_table(figures: Figures) -> str:
+    lines = []
+    for case in DECODE:
+        key = (case.name, "local", "mosaic", "exact")
+        lines.append(
+            (
+                describe(case),
+                figures.floor(*key),
+                figures.with_spread(*key),
+                figures.over_floor(*key),
+                figures.us(case.name, "chain", "mosaic", "exact"),
+                figures.us(case.name, "local", "xla", "exact"),
+                figures.us(case.name, "local", "torch", "fast"),
+                figures.us(case.name, "local", "torch_compile", "fast"),
+                *(figures.us(case.name, "local", name, "fast") for name in _peers(figures)),
+            )
+        )
+    head = ("decode (exact)", "floor", "score + select", "over floor", "with merge")
+    return _table((*head, *_NAMES.values(), *_peers(figures)), lines)
+
+
+def _peers(figures: Figures) -> list[str]:
+    """Packages of others that the file has rows of."""
+    known = {"mosaic", *_NAMES}
+    stages = ("local",)
+    rows = (row for row in figures.rows if row["stage"] in stages)
+    return list(dict.fromkeys(row["backend"] for row in rows if row["backend"] not in known))
+
+
+def _prefill_table(figures: Figures) -> str:
+    lines = []
+    for case in PREFILL:
+        key = (case.name, "local", "mosaic", "fast")
+        lines.append(
+            (
+                describe(case),
+                figures.floor(*key),
+                figures.with_spread(*key),
+                figures.over_floor(*key),
+                figures.us(case.name, "fused-local", "mosaic", "fast"),
+                figures.us(case.name, "local", "mosaic", "exact"),
+                figures.us(case.name, "local", "xla", "exact"),
+                figures.us(case.name, "local", "torch", "fast"),
+            )
+        )
+    head = ("prefill (fast)", "floor", "score + select", "over floor", "fused", "exact")
+    return _table((*head, "XLA", "torch"), lines)
+
+
+def _stage_table(figures: Figures) -> str:
+    alone = {case.name: "" for case in (*SELECT, *MERGE)}
+    lines = []
+    for row in figures.rows:
+        if row["case"] in alone or row["stage"] in ("exchange", "host"):
+            key = results.key_of(row)
+            name = f"{row['case']}, {row['backend']}"
+            lines.append((row["stage"], name, figures.with_spread(*key)))
+    return _table(("stage alone", "case", "us"), lines)
+
+
+def _absent(figures: Figures) -> list[str]:
+    if not figures.absent:
+        return []
+    said = "; ".join(f"{name} ({reason})" for name, reason in figures.absent.items())
+    return [f"Not measured: {said}."]
+
+
+def _fit_sentences(fits: Sequence[model.Fit]) -> list[str]:
+    return [
+        f"Over the sweep of contexts and batches, {fit.points} points, decode's score and select "
+        f"take {fit.fixed_us:.1f} us + bytes read / {fit.rate_tbps:.2f} TB/s; the point farthest "
+        f"from that is {100 * fit.worst:+.0f} % off ([docs/scaling.md](docs/scaling.md))."
+        for fit in fits
+        if fit.group == "mosaic"
+    ]
+
+
+def _curves(rows: Sequence[Row]) -> str:
+    contexts = sorted({row["context"] for row in rows})
+    at = {(row["batch"], row["context"]): row for row in rows}
+    lines = [
+        (str(batch), *(report.curve_cell(at.get((batch, n))) or _NONE for n in contexts))
+        for batch in sorted({row["batch"] for row in rows})
+    ]
+    return _table(("batch", *map(report.short, contexts)), lines)
+
+
+def _fits_table(fits: Sequence[model.Fit]) -> str:
+    lines = [
+        (
+            fit.group,
+            str(fit.points),
+            f"{fit.fixed_us:.2f}",
+            f"{fit.rate_tbps:.3f}",
+            f"{100 * fit.worst:+.1f} % at {fit.worst_case}",
+        )
+        for fit in fits
+    ]
+    return _table(("rows", "points", "fixed, us", "rate, TB/s", "farthest point"), lines)
+
+
+def describe(case: Decode | Prefill) -> str:
+    """A case in words."""
+    lens = sorted(set(case.lens))
+    shown = " to ".join(report.short(n) if n % 1024 == 0 else f"{n:,}" for n in (lens[0], lens[-1]))
+    keys = shown if len(lens) > 1 else report.short(lens[0])
+    if isinstance(case, Decode):
+        each = f", {case.query_len} tokens each" if case.query_len > 1 else ""
+        return f"{len(case.lens)} x {keys} keys{each}, W {case.world_size}"
+    segments = f"{len(case.lens)} x " if len(case.lens) > 1 else ""
+    return f"{segments}{case.query_lens[0]:,} tokens ending at {keys}, W {case.world_size}"
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = ["---"] * len(head)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines))
+
+
+def _us(value: float) -> str:
+    """Three digits, or all before the point."""
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:,.{digits}f}"
+
+
+PARTS: dict[tuple[Path, str], Callable[[], str]] = {
+    (ROOT / "README.md", "performance"): performance,
+    (ROOT / "docs" / "scaling.md", "sweep"): scaling,
+}
