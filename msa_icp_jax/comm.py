@@ -5,6 +5,17 @@ every source rank, in a legacy and a tagged form. The layout is the same, bit fo
 collective transport (`lax.all_to_all` over the icp axis) and for a one-sided one that stores rows
 into peers' memory: row (t, h) of source rank r lies on rank ``h // hpr`` at flat row
 ``((slot W + r) hpr + h % hpr) C + t``.
+
+The one-sided transport is `ops.publish` and `ops.merge`'s waiting form. The two forms of rows
+differ in what they survive. A flag says that a row is there, not whose call it belongs to: once a
+wait has run out (`errors` grew), a legacy row that comes after all is taken for the next one of its
+slot, so the ranks must stop and zero their storage together. A late tagged row carries the
+generation that was given up, and is never taken for another.
+
+Pallas has remote references of its own (`plgpu.remote_ref` with semaphores, under `jax.shard_map`).
+They are not used: on two H200 an exchange by them takes 29 us a call, twice the collective, since
+XLA puts a barrier of all devices in front of every such kernel, and without that barrier
+(`skip_device_barrier=True`) the form that was tried hung.
 """
 
 from __future__ import annotations
@@ -23,6 +34,7 @@ from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, round_up
 
 _WORD_BYTES = 4
 _TAGGED_ALIGNMENT = 16  # bytes
+_SLOT_MARK = 0x55555555  # a third of all int32: no two slots' marked flags or tags are near
 
 
 class MSAIcpCommLayout(dict[str, Any]):
@@ -149,6 +161,25 @@ def check_comm(comm: Any, world_size: int, capacity: int) -> None:
 def exchange(message: jax.Array, axis_name: str) -> jax.Array:
     """Sends [W (destination), hpr, ...] over the icp axis; returns [W (source), hpr, ...]."""
     return lax.all_to_all(message, axis_name, split_axis=0, concat_axis=0, tiled=True)
+
+
+def exchange_in_slot(message: jax.Array, slot: Any, axis_name: str) -> jax.Array:
+    """`exchange` of one call's rows, legacy or tagged, marked with the slot on their way.
+
+    A rank that is a call ahead or behind sends rows that look right in every other way. Its slot is
+    not ours, so they arrive with a flag, or tags, that the merge reports as a fault.
+    """
+    return _mark(exchange(_mark(message, slot, 1), axis_name), slot, -1)
+
+
+def _mark(sent: jax.Array, slot: Any, sign: int) -> jax.Array:
+    """Adds the slot's mark to the flag of legacy rows, the generations of tagged ones."""
+    if isinstance(slot, int) and slot == 0:
+        return sent
+    words = sent.shape[-1]
+    last = jnp.arange(words, dtype=jnp.int32) == words - 1
+    mark = jnp.asarray(slot, jnp.int32) * jnp.int32(sign * _SLOT_MARK)
+    return sent + jnp.where(last, mark, 0)
 
 
 def store_legacy(recv: jax.Array, slot: Any, received: jax.Array) -> jax.Array:
