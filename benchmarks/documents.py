@@ -5,6 +5,7 @@ A part stands between `<!-- measured: NAME -->` and `<!-- end of NAME -->`.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,6 +19,12 @@ RESULTS = Path(__file__).parent / "results" / "h200.json"
 SWEEP = RESULTS.with_name("h200-sweep.json")
 _NONE = "-"
 _NAMES = {"xla": "XLA", "torch": "torch", "torch_compile": "torch.compile"}
+_TRANSPORTS = {
+    "none": "merge alone",
+    "nccl": "NCCL, merge",
+    "one-sided-legacy": "one-sided",
+    "one-sided-tagged": "one-sided, tagged",
+}
 
 
 class Figures:
@@ -88,7 +95,7 @@ def performance() -> str:
     """README: decode, prefill, single stages."""
     figures = Figures(RESULTS)
     paragraphs = [
-        _where(figures.rows),
+        _where([row for row in figures.rows if row["backend"] == "mosaic"]),
         _decode_table(figures),
         _prefill_table(figures),
         _stage_table(figures),
@@ -114,6 +121,30 @@ def scaling() -> str:
         "Dashed is the floor (bytes over the read ceiling of the same run), dotted the model."
     )
     return "\n" + "\n\n".join(paragraphs) + "\n\n"
+
+
+def exchange() -> str:
+    """docs/scaling.md: the exchange between GPUs."""
+    figures = Figures(RESULTS)
+    rows = [row for row in figures.rows if row["backend"] in _TRANSPORTS]
+    if not rows:
+        return "\nNot measured yet.\n\n"
+    lines = []
+    for stage, case in dict.fromkeys((row["stage"], row["case"]) for row in rows):
+        if not stage.endswith("-eager"):
+            keys = [(case, stage, backend, "exact") for backend in _TRANSPORTS]
+            lines.append((stage, _named(case), *(figures.us(*key) for key in keys)))
+    head = ("stage", "case", *_TRANSPORTS.values())
+    return "\n" + "\n\n".join((_where(rows), _table(head, lines))) + "\n\n"
+
+
+def _named(name: str) -> str:
+    """A case in words; also one that stands at another world size among the work points."""
+    for case in DECODE:
+        for world_size in (2, 4):
+            if name == re.sub(r"-w\d", f"-w{world_size}", case.name):
+                return describe(dataclasses.replace(case, name=name, world_size=world_size))
+    return name
 
 
 def _where(rows: Sequence[Row]) -> str:
@@ -162,10 +193,9 @@ def _decode_table(figures: Figures) -> str:
 
 def _peers(figures: Figures) -> list[str]:
     """Packages of others that the file has rows of."""
-    known = {"mosaic", *_NAMES}
-    stages = ("local",)
-    rows = (row for row in figures.rows if row["stage"] in stages)
-    return list(dict.fromkeys(row["backend"] for row in rows if row["backend"] not in known))
+    rows = (row for row in figures.rows if row["stage"] == "local")
+    backends = dict.fromkeys(row["backend"] for row in rows)
+    return [name for name in backends if name not in {"mosaic", *_NAMES}]
 
 
 def _prefill_table(figures: Figures) -> str:
@@ -192,7 +222,7 @@ def _stage_table(figures: Figures) -> str:
     alone = {case.name: "" for case in (*SELECT, *MERGE)}
     lines = []
     for row in figures.rows:
-        if row["case"] in alone or row["stage"] in ("exchange", "host"):
+        if row["case"] in alone or row["stage"] == "host":
             key = results.key_of(row)
             name = f"{row['case']}, {row['backend']}"
             lines.append((row["stage"], name, figures.with_spread(*key)))
@@ -266,4 +296,5 @@ def _us(value: float) -> str:
 PARTS: dict[tuple[Path, str], Callable[[], str]] = {
     (ROOT / "README.md", "performance"): performance,
     (ROOT / "docs" / "scaling.md", "sweep"): scaling,
+    (ROOT / "docs" / "scaling.md", "exchange"): exchange,
 }

@@ -1,69 +1,110 @@
 """Takes all figures within one budget: `python -m benchmarks record --out FILE`.
 
-Each part is a process of its own, with what is left of the budget at most. One that fails, hangs or
-runs out of time costs no figure of the others, and each saves its figures as they come.
+Each part is a process of its own, with its share of what is left of the budget. One that fails,
+hangs or runs out of time costs no figure of the others, and each saves its figures as they come.
+What a part needs and the machine has not is written into the file as absent.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib.util
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-PARTS = ("kernels", "sweep", "baselines")
+from benchmarks import results
+
 _LEAST_SECONDS = 30  # worth starting a part with
-_GRACE_SECONDS = 40  # past its budget, after which a part is ended: more than it gives itself
+_GRACE_SECONDS = 25  # past its budget, after which a part is ended: more than it gives itself
+_BASELINES = ("xla", "torch", "torch_compile", "flashinfer", "vllm")
 
 
-def _parts(out: Path) -> dict[str, tuple[list[str], float]]:
-    """By name: a part's arguments, and the share of what is left that it may take."""
-    sweep = out.with_name(f"{out.stem}-sweep.json")
-    return {
-        "kernels": (["--backends", "mosaic", "--out", str(out)], 0.5),
-        "sweep": (["sweep", "--out", str(sweep)], 0.4),
-        "baselines": (
-            [
-                *("--backends", "xla", "torch", "torch_compile", "flashinfer", "vllm"),
-                *("--out", str(out)),
-            ],
-            1.0,
-        ),
-    }
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One process.
+
+    Attributes:
+      name: what it measures.
+      command: arguments of the interpreter, without where to save.
+      share: how much of what is left of the budget it may take.
+      absent: why it cannot run here, or None.
+      suffix: of its file's name.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    share: float
+    absent: str | None = None
+    suffix: str = ""
+
+
+def parts() -> list[Part]:
+    """All parts, the most wanted first."""
+    benchmarks = ("-m", "benchmarks")
+    gpus = _gpus()
+    several = None if gpus > 1 else f"it takes two GPUs, there is {gpus or 'none'}"
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(4 if gpus >= 4 else 2))
+    return [
+        Part("kernels", (*benchmarks, "--backends", "mosaic"), 0.5),
+        Part("host", ("-m", "benchmarks.host"), 0.2, _unless_there("benchmarks.host")),
+        Part("exchange", (*torchrun, "-m", "benchmarks.exchange"), 0.5, several),
+        Part("sweep", (*benchmarks, "sweep"), 0.5, suffix="-sweep"),
+        Part("baselines", (*benchmarks, "--backends", *_BASELINES), 1.0),
+    ]
+
+
+def _unless_there(module: str) -> str | None:
+    return None if importlib.util.find_spec(module) else f"{module} is not in this checkout"
+
+
+def _gpus() -> int:
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU") for line in listed.stdout.splitlines())
 
 
 def main(arguments: Sequence[str]) -> int:
+    found = parts()
+    names = [part.name for part in found]
     parser = argparse.ArgumentParser(prog="python -m benchmarks record", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="FILE; FILE-sweep goes beside it")
     parser.add_argument("--budget-seconds", type=float, default=400.0, help="for all of it")
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--parts", nargs="+", default=names, choices=names)
     parsed = parser.parse_args(arguments)
-    end = time.monotonic() + parsed.budget_seconds
-    commit = ["--commit", parsed.commit] if parsed.commit else []
-    results = {}
-    for name, (command, share) in _parts(parsed.out).items():
-        if name in parsed.parts:
-            left = end - time.monotonic() - _GRACE_SECONDS
-            results[name] = _run_part(name, [*command, *commit], left * share)
-    for name, result in results.items():
+    end = time.monotonic() + parsed.budget_seconds - _GRACE_SECONDS
+    said = {}
+    for part in found:
+        if part.name not in parsed.parts:
+            continue
+        if part.absent:
+            results.save(parsed.out, [], {part.name: part.absent})
+            said[part.name] = f"absent, {part.absent}"
+            continue
+        out = parsed.out.with_name(f"{parsed.out.stem}{part.suffix}.json")
+        command = [*part.command, "--out", str(out)]
+        command += ["--commit", parsed.commit] if parsed.commit else []
+        said[part.name] = _run(part, command, (end - time.monotonic()) * part.share)
+    for name, result in said.items():
         print(f"record: {name}: {result}")
-    return 0 if set(results.values()) == {"done"} else 1
+    return 0 if all(x == "done" or x.startswith("absent") for x in said.values()) else 1
 
 
-def _run_part(name: str, command: Sequence[str], seconds: float) -> str:
+def _run(part: Part, command: Sequence[str], seconds: float) -> str:
     """Runs a part; "done" or what became of it."""
-    if seconds < _LEAST_SECONDS:
-        return f"left out, {max(0, seconds):.0f} s left"
-    print(f"record: {name}, at most {seconds:.0f} s", flush=True)
+    if seconds < _LEAST_SECONDS * part.share:
+        return f"left out, {max(0, seconds):.0f} s left for it"
+    print(f"record: {part.name}, at most {seconds:.0f} s", flush=True)
     budget = ["--budget-seconds", f"{seconds:.0f}"]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks", *command, *budget],
-            timeout=seconds + _GRACE_SECONDS,
-            check=False,
+            [sys.executable, *command, *budget], timeout=seconds + _GRACE_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         return f"ended after {seconds + _GRACE_SECONDS:.0f} s"

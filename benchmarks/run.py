@@ -37,7 +37,7 @@ _LOOP_LINKS = {"mosaic": 16, "xla": 1}
 # Of the budget: what one more item may take.
 _RESERVE_SECONDS = {"mosaic": 6, "torch": 6, "xla": 15, "torch_compile": 25}
 _RESERVE_OTHERS_SECONDS = 25
-_GRACE_SECONDS = 30  # past the budget: a hung item is given up, what was measured is saved
+_GRACE_SECONDS = 15  # past the budget: a hung item is given up, what was measured is saved
 
 
 @dataclasses.dataclass(frozen=True)

@@ -611,35 +611,61 @@ def test_a_peer_reads_what_a_rank_reads():
 # ---- everything at once ----
 
 
-def test_record_runs_each_part_within_what_is_left(monkeypatch, tmp_path, capsys):
-    """One part fails, one hangs: the others still run."""
-    calls = []
-    results_of = iter([1, subprocess.TimeoutExpired("x", 1), 0])
+@pytest.fixture
+def recorded(monkeypatch, tmp_path, capsys):
+    """Runs record on processes that do not run; (exit status, what it printed, the calls)."""
 
-    def fake_run(command, *, timeout, check):
-        calls.append((command[3:], timeout))
-        result = next(results_of)
-        if isinstance(result, Exception):
-            raise result
-        return subprocess.CompletedProcess(command, result)
+    def run(budget, gpus=1, outcomes=()):
+        left, calls = list(outcomes), []
 
-    monkeypatch.setattr(record.subprocess, "run", fake_run)
-    out = tmp_path / "h200.json"
-    assert main(["record", "--out", str(out), "--budget-seconds", "200", "--commit", "abc"]) == 1
-    said = capsys.readouterr().out
-    assert "kernels: exit status 1" in said and "baselines: done" in said
-    assert "sweep: ended after" in said
-    assert [command[-3] for command, _ in calls] == ["abc"] * 3
-    assert calls[1][0][:3] == ["sweep", "--out", str(tmp_path / "h200-sweep.json")]
+        def fake_run(command, *, timeout, check):
+            calls.append((command[1:], timeout))
+            outcome = left.pop(0) if left else 0
+            if isinstance(outcome, Exception):
+                raise outcome
+            return subprocess.CompletedProcess(command, outcome)
+
+        monkeypatch.setattr(record, "_gpus", lambda: gpus)
+        monkeypatch.setattr(record.subprocess, "run", fake_run)
+        arguments = ["--out", str(tmp_path / "h200.json"), "--budget-seconds", str(budget)]
+        status = main(["record", *arguments, "--commit", "abc"])
+        return status, capsys.readouterr().out, calls
+
+    return run
+
+
+def test_record_runs_every_part_whatever_becomes_of_one(recorded):
+    """One fails, one hangs."""
+    status, said, calls = recorded(200, outcomes=[1, subprocess.TimeoutExpired("x", 1)])
+    assert status == 1
+    names = [part.name for part in record.parts() if not part.absent]
+    assert len(calls) == len(names) > 2
+    assert f"{names[0]}: exit status 1" in said and f"{names[1]}: ended after" in said
+    assert all(f"{name}: done" in said for name in names[2:])
     for command, timeout in calls:
+        assert command[-4:-1] == ["--commit", "abc", "--budget-seconds"]
         assert float(command[-1]) + record._GRACE_SECONDS == pytest.approx(timeout, abs=1)
-        assert timeout <= 201
+        assert timeout <= 200
 
 
-def test_record_leaves_out_what_there_is_no_time_for(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(record.subprocess, "run", lambda *_, **__: pytest.fail("started"))
-    assert main(["record", "--out", str(tmp_path / "r.json"), "--budget-seconds", "60"]) == 1
-    assert capsys.readouterr().out.count("left out") == 3
+def test_record_saves_the_sweep_beside_the_rest(recorded, tmp_path):
+    _, _, calls = recorded(200)
+    outs = {command[command.index("--out") + 1] for command, _ in calls}
+    assert outs == {str(tmp_path / "h200.json"), str(tmp_path / "h200-sweep.json")}
+
+
+def test_record_says_what_the_machine_cannot(recorded, tmp_path):
+    status, said, calls = recorded(200)
+    assert status == 0 and not any("benchmarks.exchange" in command for command, _ in calls)
+    assert "exchange: absent, it takes two GPUs, there is 1" in said
+    assert results.absent(tmp_path / "h200.json")["exchange"] == "it takes two GPUs, there is 1"
+    _, _, calls = recorded(200, gpus=2)
+    assert any("benchmarks.exchange" in command for command, _ in calls)
+
+
+def test_record_leaves_out_what_there_is_no_time_for(recorded):
+    status, said, calls = recorded(40)
+    assert status == 1 and calls == [] and "kernels: left out" in said
 
 
 # ---- documents ----
