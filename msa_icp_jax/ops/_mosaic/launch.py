@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -39,15 +41,32 @@ class Target:
 
 
 def current_target() -> Target:
-    """The first GPU of this process, or a full Hopper part where the process has none.
+    """What `building_for` says, or the first GPU of this process.
 
-    The second case is a program built for another machine (exported, or launched by torch).
+    Where the process has none it is a full Hopper part: the program is exported, say.
     """
+    chosen = _chosen_target.get()
+    if chosen is not None:
+        return chosen
     try:
         gpus = jax.devices("gpu")
     except RuntimeError:
         return Target()
     return Target(sms=gpus[0].core_count)
+
+
+_chosen_target: contextvars.ContextVar[Target | None]
+_chosen_target = contextvars.ContextVar("_chosen_target", default=None)
+
+
+@contextlib.contextmanager
+def building_for(target: Target) -> Iterator[None]:
+    """Kernels traced in this context are built for `target`; JAX is not asked for a GPU."""
+    token = _chosen_target.set(target)
+    try:
+        yield
+    finally:
+        _chosen_target.reset(token)
 
 
 def ctas_per_sm(shared_bytes: int) -> int:
