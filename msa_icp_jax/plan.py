@@ -33,6 +33,7 @@ from msa_icp_jax.comm import (
     check_comm,
     comm_specs,
     exchange,
+    exchange_in_slot,
     store_legacy,
     store_tagged,
 )
@@ -634,7 +635,8 @@ class MSAIcpIndexerPlan:
         tagged = message.generations is not None
         name = "tagged_recv" if tagged else "recv"
         store = store_tagged if tagged else store_legacy
-        recv = store(getattr(storage, name), slot, exchange(message.rows, self.axis_name))
+        received = exchange_in_slot(message.rows, slot, self.axis_name)
+        recv = store(getattr(storage, name), slot, received)
         merged = msa_icp_merge_candidates(
             lax.dynamic_index_in_dim(recv, slot, keepdims=False),
             num_valid_pages,
