@@ -55,8 +55,8 @@ class TorchRun:
         self._case = case
         self._baseline = baseline
         self._first = inputs.fixed | sets[0]
-        shared = tensors(inputs.fixed)
         bind = baseline.prepare(case)
+        shared = tensors(inputs.fixed)
         self._calls = [bind(shared | tensors(one_set)) for one_set in sets]
         self._cuda = shared["keys"].is_cuda
 

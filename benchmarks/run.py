@@ -199,6 +199,7 @@ class Runner:
                 self.left_out.append(item.label)
             else:
                 self._attempt(item, f"{number}/{len(wanted)}")
+        results.save(self.out, self.rows, self._absent())
         self._summary()
         return 1 if self.failed else 0
 
@@ -209,6 +210,9 @@ class Runner:
             self.failed.append(f"{item.label}: {type(error).__name__}: {error}")
             self._say(f"{count} {item.label}: FAILED")
             traceback.print_exc(limit=-6)
+            if item.backend in PEERS:
+                reason = f"fails: {type(error).__name__}: {error}"
+                self.machine.absent.setdefault(item.backend, reason)
             return
         self.rows.append(row)
         results.save(self.out, self.rows, self._absent())
@@ -343,7 +347,7 @@ class Runner:
             return
 
         def give_up() -> None:
-            print(f"benchmarks: an item hangs; giving up, {len(self.rows)} rows in {self.out}")
+            self._say(f"an item hangs; giving up, {len(self.rows)} rows in {self.out}")
             os._exit(3)
 
         left = self.options.budget_seconds + _GRACE_SECONDS - self._elapsed()

@@ -740,7 +740,26 @@ def test_out_of_time_is_said(tmp_path):
     done = run_cli("--quick", "--budget-seconds", "1", "--out", out)
     assert done.returncode == 0, done.stderr
     assert "left out, out of time: quick-decode score" in done.stdout
-    assert not out.exists()
+    assert results.load(out) == []
+
+
+def test_a_failing_peer_is_absent_with_its_reason(tmp_path, monkeypatch):
+    from benchmarks import run as bench
+    from benchmarks.baselines import Baseline
+
+    def prepare(case):
+        raise NotImplementedError("planted")
+
+    options = bench.Options(backends=("vllm", "xla"), out=tmp_path / "r.json")
+    machine = bench.Machine()
+    machine.absent = {}
+    machine.baselines = {"vllm": Baseline("vllm", prepare, rotates=True, exact=False)}
+    case = Decode("d", (700,), 4)
+    wanted = [bench.Item(case, "local", name, "exact") for name in options.backends]
+    assert bench.Runner(options, machine, wanted).run() == 1
+    (kept,) = results.load(options.out)
+    assert kept["backend"] == "xla"
+    assert results.absent(options.out) == {"vllm": "fails: NotImplementedError: planted"}
 
 
 def test_one_failing_case_does_not_stop_the_others(tmp_path, monkeypatch):
