@@ -1,12 +1,15 @@
 """One process of test_multiprocess.py: one rank with one CPU device, the others elsewhere.
 
-Usage: python multiprocess_worker.py COORDINATOR WORLD_SIZE RANK
+Usage: python multiprocess_worker.py COORDINATOR WORLD_SIZE RANK [late|dies]
 Every process makes the same inputs, hands its own part to JAX, and checks its own heads' answers.
+Rank 1 may be late for every decode step by some seconds, or die before the second one.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from typing import Any
 
 import jax
@@ -30,14 +33,22 @@ from msa_icp_jax import MSAIcpComm, MSAIcpIndexerPlan
 from msa_icp_jax.comm import comm_shapes
 
 START_TIMEOUT = 60  # seconds
+LATE = 3
+DIED = 77  # exit status
 
 
-def main(coordinator: str, world_size: int, rank: int) -> None:
+def main(coordinator: str, world_size: int, rank: int, fate: str = "") -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(coordinator, world_size, rank, initialization_timeout=START_TIMEOUT)
+    jax.distributed.initialize(
+        coordinator,
+        world_size,
+        rank,
+        initialization_timeout=START_TIMEOUT,
+        heartbeat_timeout_seconds=10,
+    )
     assert jax.process_count() == world_size and len(jax.local_devices()) == 1
     process = Process(rank, make_plan(world_size, 256, max_model_len=8192))
-    process.decode()
+    process.decode(fate if rank == 1 else "")
     process.prefill()
     process.write()
     print(f"rank {rank} of {world_size}: right")
@@ -84,7 +95,7 @@ class Process:
         mine = answer[:, self.rank * heads : (self.rank + 1) * heads]
         np.testing.assert_array_equal(self.own(output), mine)
 
-    def decode(self) -> None:
+    def decode(self, fate: str) -> None:
         """Three slots of tagged rows, and one step without storage."""
         shapes = comm_shapes(self.geometry.world_size, self.geometry.max_decode_tokens)
         specs = self.plan.comm_specs()
@@ -110,8 +121,13 @@ class Process:
                 ]
 
             answer = case.answer(self.plan)
+            if fate == "late":
+                time.sleep(LATE)
+            if fate == "dies" and slot == 1:
+                os._exit(DIED)
             output, _, comm = with_comm(*arguments(), comm, self.put(np.int32(slot)))
             self.check(output, answer)
+            print(f"step {slot} right", flush=True)
         output, _ = self.plan.decode_program(self.mesh, decode_query_len=2)(*arguments())
         self.check(output, answer)
         assert self.own(comm.errors).tolist() == [0]
@@ -150,4 +166,4 @@ class Process:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from multiprocess_worker import DIED
 
 WORKER = Path(__file__).with_name("multiprocess_worker.py")
 TIME_LIMIT = 240  # seconds for all processes of a run together
@@ -21,8 +23,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_ranks(world_size: int, tmp_path: Path) -> list[tuple[int, str]]:
-    """(exit code, output) of every rank's process; whatever is left at the limit is ended."""
+def run_ranks(
+    world_size: int, tmp_path: Path, *fate: str, patience: float = 2
+) -> list[tuple[int, str]]:
+    """(exit code, output) of every rank's process; whatever is left at the limit is ended.
+
+    After one failed, the others get `patience` seconds to say what they saw and end.
+    """
     coordinator = f"127.0.0.1:{free_port()}"
     # One device a process: this run's four virtual ones are not inherited.
     environment = os.environ | {
@@ -34,6 +41,7 @@ def run_ranks(world_size: int, tmp_path: Path) -> list[tuple[int, str]]:
     processes = []
     for rank, log in enumerate(logs):
         command = [sys.executable, "-Werror", str(WORKER), coordinator, str(world_size), str(rank)]
+        command += fate
         with log.open("w") as output:
             processes.append(
                 subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
@@ -41,10 +49,11 @@ def run_ranks(world_size: int, tmp_path: Path) -> list[tuple[int, str]]:
     deadline = time.monotonic() + TIME_LIMIT
     try:
         # One rank that fails would leave the others waiting for it, so it ends the run.
+        failed = False
         while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
-            if any(p.poll() not in (None, 0) for p in processes):
-                time.sleep(2)  # time for the others to say what they saw
-                break
+            if not failed and any(p.poll() not in (None, 0) for p in processes):
+                failed = True
+                deadline = min(deadline, time.monotonic() + patience)
             time.sleep(0.1)
     finally:
         for process in processes:
@@ -53,9 +62,10 @@ def run_ranks(world_size: int, tmp_path: Path) -> list[tuple[int, str]]:
     return [(p.returncode, log.read_text()) for p, log in zip(processes, logs, strict=True)]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_processes_agree_with_the_oracle(world_size: int, tmp_path: Path) -> None:
-    results = run_ranks(world_size, tmp_path)
+@pytest.mark.parametrize(("world_size", "fate"), [(2, ""), (4, ""), (2, "late")])
+def test_processes_agree_with_the_oracle(world_size: int, fate: str, tmp_path: Path) -> None:
+    """Also where one of them comes seconds late to every step."""
+    results = run_ranks(world_size, tmp_path, fate)
     report = "\n".join(
         f"---- rank {rank}: exit code {code}\n{text[-4000:]}"
         for rank, (code, text) in enumerate(results)
@@ -63,3 +73,13 @@ def test_processes_agree_with_the_oracle(world_size: int, tmp_path: Path) -> Non
     assert [code for code, _ in results] == [0] * world_size, report
     for rank, (_, text) in enumerate(results):
         assert f"rank {rank} of {world_size}: right" in text, report
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
+    """They neither wait for ever nor answer: the step that the dead rank missed raises."""
+    results = run_ranks(2, tmp_path, "dies", patience=120)
+    (survivor, said), (dead, _) = results
+    assert dead == DIED, results
+    assert "step 0 right" in said, said
+    assert "step 1 right" not in said, said
+    assert survivor > 0 or survivor == -signal.SIGABRT, said  # by itself, not ended from here
