@@ -24,7 +24,7 @@ def main(coordinator: str, world_size: int, rank: int) -> None:
     plan = make_plan(world_size, 256, max_model_len=8192, backend="auto")
     assert plan.backend == "mosaic"
     process = Process(rank, plan)
-    process.decode()
+    process.decode("")
     process.prefill()
     process.write()
     print(f"rank {rank} of {world_size}: right")

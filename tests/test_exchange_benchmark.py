@@ -1,0 +1,93 @@
+"""The exchange benchmark, as far as it goes without GPUs: its cases, and that its kernels lower."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed (extra torch)")
+
+from benchmarks import exchange, results
+from benchmarks.cases import DECODE
+from benchmarks.graph import lower
+from msa_icp_jax.comm import comm_shapes
+from msa_icp_jax.ops._mosaic.launch import Target
+
+RESULTS = Path(exchange.__file__).parent / "results" / "h200-x2.json"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_decode_case_runs_at_the_ranks_there_are(world_size):
+    found = exchange.cases(world_size, "*")
+    assert len({case.name for case in found}) == len(found) == len(DECODE)
+    assert all(case.world_size == world_size for case in found)
+    assert all(f"-w{world_size}" in case.name for case in found)
+    same = [case.name for case in DECODE if case.world_size == world_size]
+    assert [case.name for case in found[: len(same)]] == same
+    assert [case.name for case in exchange.cases(2, "*b64-64k*")] == ["d-b64-64k-w2"]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_link_is_made_of_kernels_alone(world_size):
+    (case,) = exchange.cases(world_size, "d-b32-32k-*")
+    kernels = exchange.Kernels(case, Target())
+    tokens, heads = case.tokens, case.heads_per_rank
+    shapes = {name: words(*shape) for name, shape in comm_shapes(world_size, tokens).items()}
+    plane = jax.ShapeDtypeStruct((tokens, 4, case.columns), jnp.float32)
+    counts, ids, one = words(tokens), words(tokens, heads, 16), words()
+    rows, errors = words(world_size, heads, tokens, 33), words(1)
+    keys = jax.ShapeDtypeStruct((500, case.rows_per_page, 128), jnp.float8_e4m3fn)
+    queries = jax.ShapeDtypeStruct((tokens, 4, 128), jnp.float8_e4m3fn)
+    arguments = {
+        "score": (queries, keys, words(tokens, 256), counts, plane, one),
+        "select": (plane, counts, one),
+        "merge": (rows, counts, ids, errors),
+        "publish_legacy": (rows, shapes["recv_bases"], errors, one, one),
+        "publish_tagged": (
+            *(rows, shapes["tagged_recv_bases"], shapes["publish_generations"]),
+            *(one, one),
+        ),
+        "merge_legacy": (shapes["recv"], counts, ids, errors, one),
+        "merge_tagged": (
+            *(shapes["tagged_recv"], counts, ids, errors, one),
+            shapes["expected_generations"],
+        ),
+        "empty": (words(1),),
+    }
+    for name, structs in arguments.items():
+        lowered = lower(getattr(kernels, f"_{name}"), *structs)
+        assert len(lowered.steps) == 1, name  # one kernel, no fill, no copy
+
+
+def words(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def test_the_committed_figures_are_whole():
+    rows = results.load(RESULTS)
+    keys = {results.key_of(row) for row in rows}
+    stages = ("exchange", "exchange-eager", "chain", "chain-eager")
+    for case in exchange.cases(2, "*"):
+        for stage in stages:
+            for backend in exchange.BACKENDS:
+                assert (case.name, stage, backend, "exact") in keys
+    assert len(keys) == len(rows) == len(DECODE) * len(stages) * len(exchange.BACKENDS)
+    for row in rows:
+        assert row["checked"] and set(results.FIELDS) <= set(row)
+        assert row["spread_us"][0] <= row["median_us"] <= row["spread_us"][1]
+        assert (row["payload_bytes"] == 0) == (row["backend"] == "none")
+    assert json.loads(RESULTS.read_text())["schema"] == results.SCHEMA
+
+
+def test_tagged_stores_add_at_most_five_microseconds_to_a_chain():
+    asked = [
+        row
+        for row in results.load(RESULTS)
+        if row["stage"] == "chain" and row["backend"] == "one-sided-tagged"
+    ]
+    assert len(asked) == len(DECODE)
+    assert all(row["added_us"] <= 5 for row in asked)
