@@ -9,11 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import chains
+import hard_rows
 import jax
+import numpy as np
+import oracle
 import pytest
 from chains import AXIS, GROUPS, Ranks, random_decode, random_prefill
-from jax.sharding import AxisType
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from test_multiprocess import free_port
+
+from msa_icp_jax.comm import comm_shapes
+from msa_icp_jax.ops._mosaic.launch import current_target
+from msa_icp_jax.ops.merge.mosaic import merge_arriving_rows
+from msa_icp_jax.ops.publish.mosaic import publish_rows, publish_tagged_rows
 
 LENGTHS = [300, 0, 4000, 1]
 SEGMENTS = [(100, 300, 400), (0, 0, 0), (57, 0, 57), (40, 1000, 1100), (130, 3000, 3130)]
@@ -59,6 +69,75 @@ def test_prefill(world_size: int, page_size: int, fused: bool) -> None:
     ranks = ranks_of(world_size, page_size)
     case = random_prefill(SEGMENTS, 384, page_size)
     chains.check_prefilled(ranks.plan, case, ranks.prefill(case, fused=fused), fused=fused)
+
+
+@pytest.mark.parametrize("form", ["legacy", "tagged"])
+def test_one_sided_stores_inside_a_jitted_program(form: str) -> None:
+    """In one process the GPUs reach each other's memory, and donated storage stays where it is."""
+    tokens, links = 32, 12
+    devices = jax.devices()[:2]
+    mesh = jax.make_mesh((2,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+    by_rank, shapes = P(AXIS), comm_shapes(2, tokens)
+
+    def put(value: Any) -> jax.Array:
+        return jax.device_put(value, NamedSharding(mesh, by_rank), may_alias=False)
+
+    def zeros(shape: tuple[int, ...]) -> jax.Array:
+        return put(np.zeros((2 * shape[0], *shape[1:]), np.int32))
+
+    def addresses(recv: jax.Array) -> list[int]:
+        shards = {s.device: s.data.unsafe_buffer_pointer() for s in recv.addressable_shards}
+        return [shards[device] for device in devices]
+
+    def local(rows: Any, bases: Any, counts: Any, slot: Any, state: Any) -> Any:
+        common: Any = {"enable_pdl": True, "target": current_target()}
+        rank = lax.axis_index(AXIS)
+        recv, sent, expected, output, errors = state
+        for i in range(links):
+            if form == "tagged":
+                sent = publish_tagged_rows(rows, bases, sent, rank=rank, slot=slot + i, **common)
+            else:
+                errors = publish_rows(rows, bases, errors, rank=rank, slot=slot + i,
+                                      capacity=tokens, spin_limit=1 << 22, **common)  # fmt: skip
+            # The merge reads what the publish wrote, and no value says so.
+            recv, sent, errors = lax.optimization_barrier((recv, sent, errors))
+            output, recv, errors, following = merge_arriving_rows(
+                recv,
+                counts,
+                output,
+                errors,
+                expected if form == "tagged" else None,
+                slot=slot + i,
+                init_blocks=1,
+                local_blocks=2,
+                spin_limit=1 << 22,
+                **common,
+            )
+            expected = expected if following is None else following
+            sent, output = lax.optimization_barrier((sent, output))
+        return recv, sent, expected, output, errors
+
+    specs = (by_rank, by_rank, P(), P(), by_rank)
+    program = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=by_rank, check_vma=False),
+        donate_argnums=4,
+    )
+    rng = np.random.default_rng(0)
+    counts = hard_rows.visible_counts(tokens, 400, 1, rng)
+    names = ("tagged_recv" if form == "tagged" else "recv", "publish_generations")
+    state = (
+        *(zeros(shapes[name]) for name in (*names, "expected_generations")),
+        *(zeros((tokens, 2, 16)), zeros((1,))),
+    )
+    bases = addresses(state[0])
+    pairs = put(np.tile(np.array(bases, np.int64).view(np.int32).reshape(2, 2), (2, 1)))
+    for call in range(5):
+        sent = [hard_rows.received_rows(2, 2, tokens, rng) for _ in devices]
+        state = program(put(np.concatenate(sent)), pairs, counts, np.int32(call * links), state)
+        want = [oracle.merge(np.stack([m[owner] for m in sent]), counts, 1, 2) for owner in (0, 1)]
+        np.testing.assert_array_equal(state[3], np.concatenate(want))
+        assert addresses(state[0]) == bases
+    assert not np.asarray(state[4]).any()
 
 
 def python(*arguments: Any, **environment: str) -> subprocess.Popen[str]:

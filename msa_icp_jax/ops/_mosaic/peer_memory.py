@@ -43,7 +43,7 @@ def store_flag(place: Words, flag: int) -> None:
 
 
 def store_word(place: Words, word: Lane) -> None:
-    """Stores a word of a row whose flag follows."""
+    """Stores a word, in no order with others: one of a row whose flag follows, say."""
     lanes.ptx("st.relaxed.sys.global.b32 [$0], $1;", _address(place), word)
 
 

@@ -514,7 +514,10 @@ class _Team:
         with lanes.when(self.number < self.facts.sources):
             flag = self._row(recv, self.number, head, token) + 2 * TOPK
             if self.facts.waits:
-                peer_memory.store_flag(flag, 0)
+                # Nothing is handed over but the place: the row's words have been loaded, since what
+                # they say went through shared memory and a barrier. So it takes no release, which
+                # would hold up the kernel's end.
+                peer_memory.store_word(flag, int32(0))
             else:
                 flag.store(int32(0))
 
