@@ -347,7 +347,7 @@ def test_ten_thousand_decodes_leak_nothing(monkeypatch, tagged):
 
     # One lost object of 64 bytes in each call would be 640 kB; the allocator's noise is less.
     assert leaks(call, 10_000) < 4 << 20
-    assert len(plan._bridge._kept) == 1
+    assert len(plan._route._bridge._kept) == 1
 
 
 def test_ten_thousand_empty_calls_leak_nothing(monkeypatch):

@@ -393,9 +393,9 @@ def test_comm_tensors(plan, name):
 )
 def test_inside_graph_capture(plan, method, monkeypatch):
     arguments = METHODS[method](plan)
-    from msa_icp_torch import plan as plan_module
+    from msa_icp_torch import dlpack
 
-    monkeypatch.setattr(plan_module, "is_capturing", lambda device: True)
+    monkeypatch.setattr(dlpack, "is_capturing", lambda device: True)
     match = f"^{method} cannot be captured in a CUDA graph: .* outside torch.cuda.graph"
     refused(plan, method, arguments, RuntimeError, match)
     with pytest.raises(RuntimeError, match="warmup cannot be captured"):
@@ -408,7 +408,8 @@ def test_inside_graph_capture(plan, method, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"route": "direct"}, ValueError, "this build has only the dlpack route"),
+        ({"route": "direct"}, ValueError, 'where backend is "xla"'),
+        ({"route": "direct", "backend": "auto"}, ValueError, "must .* on cpu: .* is Hopper's"),
         ({"route": "cake"}, ValueError, "route must be one of 'auto', 'dlpack', 'direct'"),
         ({"backend": "cake"}, ValueError, "backend must be one of 'auto', 'mosaic', 'xla'"),
         ({"precision": "tf32"}, ValueError, "precision must be"),

@@ -127,7 +127,7 @@ class Bridge:
           TypeError, ValueError: not a torch device, or neither cpu nor cuda.
           RuntimeError: JAX does not have this device, or this torch cannot export float8.
         """
-        self.device = _with_index(device)
+        self.device = with_index(device)
         self.jax_device = _find_jax_device(self.device)
         self.donates = self.device.type != "cpu"
         self._kept: dict[int, _Kept] = {}
@@ -237,7 +237,12 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _with_index(device: Any) -> torch.device:
+def with_index(device: Any) -> torch.device:
+    """A cpu or cuda device, the latter with its index.
+
+    Raises:
+      TypeError, ValueError: it is no torch device, or one of another type.
+    """
     if not isinstance(device, torch.device):
         raise TypeError(f"device must be a torch.device, got {type(device).__name__}")
     if device.type == "cpu":

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from msa_icp_jax.checks import AtLeast
-from msa_icp_jax.comm import msa_icp_comm_layout
+from msa_icp_jax.comm import MSAIcpCommLayout, msa_icp_comm_layout
 from msa_icp_jax.geometry import NUM_HEADS
-from msa_icp_torch.bridge import check_tensor
+from msa_icp_torch.bridge import check_apart, check_tensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +40,14 @@ class MSAIcpComm:
     errors: torch.Tensor
     storage: torch.Tensor | None = None
 
+    def place(self) -> tuple[Any, ...]:
+        """What changes when a tensor moves, or the bases are written through torch."""
+        recv, tagged_recv = self.recv.data_ptr(), self.tagged_recv.data_ptr()
+        bases = (self.recv_bases, self.tagged_recv_bases)
+        # Inference tensors do not count writes.
+        versions = tuple(None if base.is_inference() else base._version for base in bases)
+        return recv, tagged_recv, *versions
+
     @classmethod
     def zeros(cls, world_size: int, capacity: int, device: torch.device) -> MSAIcpComm:
         """Fresh storage of one rank for `capacity` tokens."""
@@ -63,23 +71,91 @@ class MSAIcpComm:
         )
 
 
+_ALIGNMENT = 16  # bytes, of the rows: a tagged word is stored and loaded at once
+
+
 def check_comm(comm: Any, world_size: int, capacity: int, device: torch.device) -> None:
     """Raises, naming the tensor, unless `comm` is one rank's storage for `capacity` tokens."""
     if not isinstance(comm, MSAIcpComm):
         raise TypeError(f"comm must be an MSAIcpComm, got {type(comm).__name__}")
     layout = msa_icp_comm_layout(world_size, NUM_HEADS // world_size, capacity)
-    shapes: dict[str, tuple[int | AtLeast, ...]] = {
+    words: dict[str, tuple[int | AtLeast, ...]] = {
         "recv": layout.legacy_shape,
         "publish_generations": layout.generations_shape,
         "expected_generations": layout.expected_shape,
         "errors": (AtLeast(1),),
     }
-    wide_shapes: dict[str, tuple[int | AtLeast, ...]] = {
+    pairs: dict[str, tuple[int | AtLeast, ...]] = {
         "tagged_recv": layout.tagged_shape,
         "recv_bases": (world_size,),
         "tagged_recv_bases": (world_size,),
     }
-    for name, shape in shapes.items():
-        check_tensor(f"comm.{name}", getattr(comm, name), torch.int32, device, *shape)
-    for name, shape in wide_shapes.items():
-        check_tensor(f"comm.{name}", getattr(comm, name), torch.int64, device, *shape)
+    tensors = {f"comm.{name}": getattr(comm, name) for name in (*words, *pairs)}
+    for dtype, shapes in ((torch.int32, words), (torch.int64, pairs)):
+        for name, shape in shapes.items():
+            check_tensor(f"comm.{name}", tensors[f"comm.{name}"], dtype, device, *shape)
+    for name in ("comm.recv", "comm.tagged_recv"):
+        if tensors[name].data_ptr() % _ALIGNMENT:
+            raise ValueError(
+                f"{name} must start at a multiple of {_ALIGNMENT} bytes, got address "
+                f"{tensors[name].data_ptr():#x}"
+            )
+    check_apart(tensors, {})
+    if comm.storage is not None:
+        _check_storage(comm, layout, device)
+
+
+def _check_storage(comm: MSAIcpComm, layout: MSAIcpCommLayout, device: torch.device) -> None:
+    """Raises unless the rows lie in the allocation as the layout says."""
+    storage = comm.storage
+    check_tensor("comm.storage", storage, torch.int32, device, AtLeast(layout.storage_words))
+    assert storage is not None
+    for name, offset in (
+        ("recv", layout.legacy_offset_bytes),
+        ("tagged_recv", layout.tagged_offset_bytes),
+    ):
+        place = getattr(comm, name).data_ptr() - storage.data_ptr()
+        if place != offset:
+            raise ValueError(
+                f"comm.{name} must be the view of comm.storage at byte {offset}, got one at byte "
+                f"{place}"
+            )
+
+
+def is_one_sided(comm: MSAIcpComm, rank: int, tagged: bool, available: bool) -> bool:
+    """Whether bases select the one-sided transport for legacy or tagged rows; reads them back.
+
+    Args:
+      comm: one rank's checked storage.
+      rank: that rank.
+      tagged: which rows.
+      available: whether the route has the one-sided transport.
+
+    Raises:
+      ValueError: the bases select what is not available, some are 0 and some are not, or they are
+        no distinct aligned addresses with this rank's own storage among them.
+    """
+    name = "tagged_recv" if tagged else "recv"
+    bases = getattr(comm, f"{name}_bases").tolist()
+    if not any(bases):
+        return False
+    if not available:
+        raise ValueError(
+            f"comm.{name}_bases must be all 0: other values select the one-sided transport, which "
+            "the dlpack route does not have"
+        )
+    own = getattr(comm, name).data_ptr()
+    wrong = (
+        "be all 0 (collective) or all device addresses"
+        if not all(bases)
+        else f"hold multiples of {_ALIGNMENT}"
+        if any(base % _ALIGNMENT for base in bases)
+        else "be distinct"
+        if len(set(bases)) < len(bases)
+        else f"hold comm.{name}'s own address {own:#x} at rank {rank}"
+        if bases[rank] != own
+        else None
+    )
+    if wrong:
+        raise ValueError(f"comm.{name}_bases must {wrong}, got {[hex(base) for base in bases]}")
+    return True

@@ -1,29 +1,26 @@
-"""The plan on torch tensors: each method checks, imports, runs JAX programs and writes in place."""
+"""The plan on torch tensors: every method checks its arguments and hands them to the route."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import numpy as np
 import torch
 import torch.distributed as dist
 
 import msa_icp_jax
-from msa_icp_jax import IndexerGeometry, MSAIcpScorePlan, checks, rows
+from msa_icp_jax import IndexerGeometry, MSAIcpScorePlan, checks
 from msa_icp_jax.geometry import NUM_SLOTS
-from msa_icp_torch import exchange, pages, programs
+from msa_icp_torch import exchange
 from msa_icp_torch.arguments import Arguments
-from msa_icp_torch.bridge import Bridge, check_apart, is_capturing
-from msa_icp_torch.comm import MSAIcpComm, check_comm
-from msa_icp_torch.warmup import Warmup
+from msa_icp_torch.bridge import Bridge, check_apart, is_capturing, with_index
+from msa_icp_torch.calls import DecodeCall, PrefillCall
+from msa_icp_torch.comm import MSAIcpComm, check_comm, is_one_sided
+from msa_icp_torch.dlpack import DlpackRoute
+from msa_icp_torch.routes import choose_route, direct_route
 
-_ROUTES = ("auto", "dlpack", "direct")
+SPIN_LIMIT = 1 << 26  # looks at a row before a one-sided wait gives up
 
 
 def prepare_msa_icp_indexer(
@@ -45,6 +42,7 @@ def prepare_msa_icp_indexer(
     precision: str = "auto",
     route: str = "auto",
     group: dist.ProcessGroup | None = None,
+    spin_limit: int = SPIN_LIMIT,
 ) -> MSAIcpIndexerPlan:
     """Plans the MiniMax-M3 index branch for one rank of an indexer context parallel group.
 
@@ -56,18 +54,24 @@ def prepare_msa_icp_indexer(
       device: where all tensors live, cpu or cuda.
       backend: "auto" (Mosaic kernels on Hopper, else XLA), "mosaic" or "xla".
       precision: "auto" (decode exact, prefill fast), "exact" or "fast"; it matters on Mosaic only.
-      route: how tensors reach the kernels: "dlpack" (jitted JAX programs), which "auto" takes.
+      route: how kernels are launched: "direct" (on torch's current stream, without the JAX runtime;
+        Hopper and Mosaic only), "dlpack" (jitted JAX programs) or "auto" (direct where there is it;
+        a Hopper GPU that has to do without warns once).
       group: the process group of the exchange; None is the default group.
+      spin_limit: looks at a row before a wait of the one-sided transport gives up, >= 1.
 
     Raises:
       TypeError, ValueError: an argument is outside its range.
-      RuntimeError: JAX does not have the device.
+      RuntimeError: JAX does not have the device, or there is no direct route here.
     """
-    checks.one_of("route", route, _ROUTES)
-    if route == "direct":
-        raise ValueError('route must be "auto" or "dlpack": this build has only the dlpack route')
     checks.integer("rank", rank, 0)
-    bridge = Bridge(device)
+    checks.integer("spin_limit", spin_limit, 1, 2**31 - 1)
+    device = with_index(device)
+    bridge = None
+    if choose_route(route, backend, device) == "direct":
+        backend = "mosaic"
+    else:
+        bridge = Bridge(device)
     plan = msa_icp_jax.prepare_msa_icp_indexer(
         world_size=world_size,
         rank=rank,
@@ -81,25 +85,29 @@ def prepare_msa_icp_indexer(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         num_sparse_layers=num_sparse_layers,
-        device=bridge.jax_device,
+        device=None if bridge is None else bridge.jax_device,
         backend=backend,
         precision=precision,
     )
-    return MSAIcpIndexerPlan(plan, bridge, group)
+    if bridge is None:
+        chosen = direct_route(plan, device, group, spin_limit)
+    else:
+        chosen = DlpackRoute(plan, bridge, group)
+    return MSAIcpIndexerPlan(plan, chosen, device, group)
 
 
 class MSAIcpIndexerPlan:
     """One rank's indexer on torch tensors; build it with `prepare_msa_icp_indexer`.
 
     Methods write into the caller's tensors, on torch's current stream, and return None. Arguments
-    that cannot cross to JAX raise, by name, before anything is written.
+    that the kernels cannot take raise, by name, before anything is written.
 
     Attributes:
       geometry: the validated limits and sizes.
       rank: this rank.
       backend: "mosaic" or "xla", as resolved.
       precision: "auto", "exact" or "fast".
-      route: "dlpack".
+      route: "dlpack" or "direct", as resolved.
       device: the device of all tensors.
       group: the process group of the exchange; None is the default group.
     """
@@ -107,26 +115,22 @@ class MSAIcpIndexerPlan:
     def __init__(
         self,
         jax_plan: msa_icp_jax.MSAIcpIndexerPlan,
-        bridge: Bridge,
+        route: Any,
+        device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._jax_plan = jax_plan
-        self._bridge = bridge
-        self._arguments = Arguments(jax_plan.geometry, bridge.device)
+        self._route = route
+        self._arguments = Arguments(jax_plan.geometry, device)
         self.geometry: IndexerGeometry = jax_plan.geometry
         assert jax_plan.rank is not None
         self.rank: int = jax_plan.rank
         self.backend = jax_plan.backend
         self.precision = jax_plan.precision
-        self.route = "dlpack"
-        self.device = bridge.device
+        self.route: str = route.name
+        self.device = device
         self.group = group
-        self._slots = tuple(
-            jax.device_put(np.int32(slot), bridge.jax_device) for slot in range(NUM_SLOTS)
-        )
-        self._warned_of_copy = False
-        self._checked_comm: tuple[weakref.ref[MSAIcpComm] | None, tuple[int | None, ...]]
-        self._checked_comm = (None, ())
+        self._transports = _Transports()
 
     @property
     def fused_decode_min_batch(self) -> int | None:
@@ -176,60 +180,38 @@ class MSAIcpIndexerPlan:
           decode_query_len: query tokens of every request.
           enable_pdl: let kernel launches overlap their predecessors' ends (Mosaic only).
           pool: uint8 [>= decode_pool_shape()]: score and select in one pass. The memory itself
-            stays untouched (XLA has its own). None: fused from `fused_decode_min_batch` requests
-            up.
+            stays untouched (the routes have their own). None: fused from `fused_decode_min_batch`
+            requests up.
 
         Raises:
           TypeError, ValueError: an argument has the wrong kind, dtype, device, shape, stride or
-            value, overlaps a written one, or selects the one-sided transport.
-          RuntimeError: inside CUDA graph capture, or torch.distributed is not initialised.
+            value, overlaps a written one, or selects a transport that the route does not have.
+          RuntimeError: inside CUDA graph capture on the dlpack route, or with new shapes or a new
+            comm on the direct route; or torch.distributed is not initialised where it is needed.
         """
-        self._refuse_capture("decode")
         slot = checks.integer("slot", slot, 0) % NUM_SLOTS
+        checks.flag("tagged", tagged)
         checks.flag("enable_pdl", enable_pdl)
-        arguments = self._arguments
-        arguments.tagged(tagged)
-        tokens, requests = arguments.decode(
-            index_q, index_k, block_table, seq_lens, num_valid_pages, decode_query_len
+        checks.integer("decode_query_len", decode_query_len)
+        owners = (
+            index_q,
+            index_k,
+            block_table,
+            seq_lens,
+            num_valid_pages,
+            scores,
+            output,
+            pool,
+            comm,
         )
-        least = self.fused_decode_min_batch
-        fused = pool is not None or (least is not None and requests >= least)
-        arguments.plane("scores", scores, tokens, fused=fused)
-        arguments.output(output, tokens)
-        arguments.pool(pool, self.decode_pool_shape())
-        self._check_comm_once(comm)
-        self._check_written(
-            {"scores": None if fused else scores, "output": output, "pool": pool}
-            | _written(comm, tagged),
-            {
-                "index_q": index_q,
-                "index_k": index_k,
-                "block_table": block_table,
-                "seq_lens": seq_lens,
-                "num_valid_pages": num_valid_pages,
-            },
-        )
-        exchange.check_group(self.group, self.geometry.world_size, self.rank)
-        if tokens == 0:
+        options = (slot, tagged, decode_query_len, enable_pdl)
+        seen = self._route.find(owners, options)
+        if seen is not None:
+            seen()
             return
-
-        with self._bridge.guard():
-            keep = self._bridge.kept
-            keys, plan = self._import_index_k(index_k)
-            counts = keep(num_valid_pages)
-            message = self._decode_message(
-                programs.decode_rows(
-                    plan, decode_query_len, fused, enable_pdl, self._bridge.donates
-                ),
-                (self._bridge.fresh(index_q), keys, keep(block_table), keep(seq_lens)),
-                counts,
-                None if fused or scores is None else scores[:tokens],
-                comm.publish_generations if tagged else None,
-                slot,
-            )
-            received = torch.empty_like(message)
-            exchange.all_to_all(received, message, self.group)
-            self._decode_merge(received, counts, output[:tokens], comm, tagged, slot, enable_pdl)
+        call = self._check_decode(*owners, *options)
+        if call is not None:
+            self._route.decode(call, owners, options)
 
     def prefill_window_plan(
         self,
@@ -262,15 +244,11 @@ class MSAIcpIndexerPlan:
           TypeError, ValueError: as in `decode`, or a bound is above the plan's limits.
           RuntimeError: inside CUDA graph capture.
         """
-        self._refuse_capture("prefill_window_plan")
+        self._route.begin("prefill_window_plan")
         lengths = (qo_segment_lens, kv_segment_lens, qo_offset)
-        bounds = (total_q, max_query_len, max_seq_len)
-        self._arguments.window(*lengths, *bounds)
-        with self._bridge.guard():
-            build = programs.prefill_window_plan(self._jax_plan, *bounds)
-            window_plan = build(*map(self._bridge.fresh, lengths))
-            self._bridge.order_after(jax.tree.leaves(window_plan))
-        return window_plan
+        self._arguments.window(*lengths, total_q, max_query_len, max_seq_len)
+        bounds = {"total_q": total_q, "max_query_len": max_query_len, "max_seq_len": max_seq_len}
+        return self._route.prefill_window_plan(lengths, bounds)
 
     def prefill_local(
         self,
@@ -295,20 +273,21 @@ class MSAIcpIndexerPlan:
           num_valid_pages: int32 [T], visible *blocks* of each query row, 0 for padding rows.
           carrier_view: int32 [4, >= T, 33], written.
           pool: uint8 [>= prefill_pool_shape()]: score and select in one pass. The memory itself
-            stays untouched (XLA has its own). None: fused where `fused_prefill`, or without a
-            score_scratch.
+            stays untouched (the routes have their own). None: fused where `fused_prefill`, or
+            without a score_scratch.
 
         Raises:
           TypeError, ValueError, RuntimeError: as in `decode`.
         """
-        self._refuse_capture("prefill_local")
+        self._route.begin("prefill_local")
         tokens = self._arguments.prefill(
             query, index_k, block_table, window_plan, num_valid_pages, carrier_view
         )
+        self._route.check_window_plan(window_plan)
         fused = pool is not None or score_scratch is None or self.fused_prefill
         self._arguments.plane("score_scratch", score_scratch, tokens, fused=fused)
         self._arguments.pool(pool, self.prefill_pool_shape())
-        self._check_written(
+        self._check_memory(
             {
                 "score_scratch": None if fused else score_scratch,
                 "carrier_view": carrier_view,
@@ -323,23 +302,18 @@ class MSAIcpIndexerPlan:
         )
         if tokens == 0:
             return
-
-        with self._bridge.guard():
-            keep, fresh = self._bridge.kept, self._bridge.fresh
-            keys, plan = self._import_index_k(index_k)
-            plane = None if fused or score_scratch is None else score_scratch[:tokens]
-            local = programs.prefill_local(plan, fused, self._bridge.donates)
-            carrier, new_plane = local(
-                (fresh(query), keys, keep(block_table)),
+        self._route.prefill_local(
+            PrefillCall(
+                query,
+                index_k,
+                block_table,
                 window_plan,
-                keep(num_valid_pages),
-                None if plane is None else fresh(plane),
-                fresh(carrier_view),
+                num_valid_pages,
+                None if fused or score_scratch is None else score_scratch[:tokens],
+                carrier_view,
+                fused,
             )
-            results = {"carrier_view": (carrier_view, carrier)}
-            if plane is not None:
-                results["score_scratch"] = (plane, new_plane)
-            self._bridge.deliver(results)
+        )
 
     def prefill_exchange(self, carrier_view: torch.Tensor, received: torch.Tensor) -> None:
         """Sends each head's candidate rows to its owner: the one collective of a layer.
@@ -372,42 +346,36 @@ class MSAIcpIndexerPlan:
         Raises:
           TypeError, ValueError, RuntimeError: as in `decode`.
         """
-        self._refuse_capture("prefill_merge")
+        self._route.begin("prefill_merge")
         tokens = self._arguments.merge(received, num_valid_pages, output)
-        self._check_written(
+        self._check_memory(
             {"output": output}, {"received": received, "num_valid_pages": num_valid_pages}
         )
-        if tokens == 0:
-            return
-        with self._bridge.guard():
-            merge = programs.prefill_merge(self._jax_plan, self._bridge.donates)
-            target = output[:tokens]
-            merged = merge(
-                self._bridge.fresh(received),
-                self._bridge.kept(num_valid_pages),
-                self._bridge.fresh(target),
-            )
-            self._bridge.deliver({"output": (target, merged)})
+        if tokens:
+            self._route.prefill_merge(received, num_valid_pages, output[:tokens])
 
     def init_comm(self) -> MSAIcpComm:
         """This rank's receive storage, zeroed; create it once and never reset it."""
-        return MSAIcpComm.zeros(
+        comm = MSAIcpComm.zeros(
             self.geometry.world_size, self.geometry.max_decode_tokens, self.device
         )
+        self._transports.remember(comm, {False: False, True: False})
+        return comm
 
     def check_comm(self, comm: MSAIcpComm) -> None:
-        """Raises, naming the tensor, unless `comm` is this plan's storage with zero bases.
+        """Raises, naming the tensor, unless `comm` is this plan's storage.
 
-        It reads the bases back to the host. `decode` does it when a comm, or a write through torch
-        to its bases, is new to it.
+        Views, shapes, dtypes, strides, devices, alignment and overlaps are checked, and the bases:
+        all 0, or every rank's address, which needs the direct route. It reads the bases back to the
+        host. `decode` does it when a comm that `init_comm` did not make, or a write through torch
+        to the bases, is new to it; so call it (or `decode`) before a capture.
         """
         check_comm(comm, self.geometry.world_size, self.geometry.max_decode_tokens, self.device)
-        for name in ("recv_bases", "tagged_recv_bases"):
-            if getattr(comm, name).count_nonzero().item():
-                raise ValueError(
-                    f"comm.{name} must be all 0: other values select the one-sided transport, "
-                    "which the dlpack route does not have"
-                )
+        available = self._route.has_one_sided
+        one_sided = {
+            tagged: is_one_sided(comm, self.rank, tagged, available) for tagged in (False, True)
+        }
+        self._transports.remember(comm, one_sided)
 
     def warmup(
         self,
@@ -419,9 +387,12 @@ class MSAIcpIndexerPlan:
     ) -> None:
         """Compiles and loads programs, so that no first call does; call it before serving.
 
+        On the direct route it also allocates all scratch memory, and what it was told of can be
+        captured into CUDA graphs afterwards.
+
         Args:
-          index_k: the index-key cache. Without it only the merges are compiled: the scorers'
-            programs depend on its shape.
+          index_k: the index-key cache. Without it only what comes behind the scorers is compiled:
+            their programs depend on its shape.
           table_width: columns of the block tables; None: pages of a context of max_model_len.
           batch_sizes: request counts of decode; None: max_num_seqs, as far as max_decode_tokens
             allows.
@@ -431,23 +402,10 @@ class MSAIcpIndexerPlan:
           TypeError, ValueError: an argument is outside the plan's limits.
           RuntimeError: inside CUDA graph capture.
         """
-        self._refuse_capture("warmup")
-        shape, scorer_plan = None, self._jax_plan
+        self._route.begin("warmup")
         if index_k is not None:
             self._arguments.index_k(index_k)
-            base, row_offset = pages.base_of(index_k)
-            shape, scorer_plan = tuple(base.shape), _at_row_offset(scorer_plan, row_offset)
-        with self._bridge.guard():
-            programs_of = Warmup(
-                self._jax_plan,
-                scorer_plan,
-                self._bridge.jax_device,
-                self._bridge.donates,
-                shape,
-                table_width,
-            )
-            programs_of.decode(batch_sizes, query_lens)
-            programs_of.prefill()
+        self._route.warmup(index_k, table_width, batch_sizes, query_lens)
 
     def decode_score_shape(self) -> tuple[int, int, int]:
         """(max_decode_tokens, 4, columns): the decode score plane, float32."""
@@ -469,116 +427,108 @@ class MSAIcpIndexerPlan:
         """(bytes,): the pool that asks `prefill_local` to fuse, uint8."""
         return self._jax_plan.prefill_pool_shape()
 
-    # ---- decode, on both sides of the exchange ----
-
-    def _decode_message(
-        self,
-        program: Any,
-        inputs: tuple[jax.Array, ...],
-        counts: jax.Array,
-        scores: torch.Tensor | None,
-        generations: torch.Tensor | None,
-        slot: int,
-    ) -> torch.Tensor:
-        """Scores and selects; returns the rows to send, [W, hpr, T, 33] or [W, hpr, T, 32, 2]."""
-        fresh = self._bridge.fresh
-        message, new_scores, new_generations = program(
-            inputs,
-            counts,
-            self._slots[slot],
-            None if scores is None else fresh(scores),
-            None if generations is None else fresh(generations),
-        )
-        results = {}
-        if scores is not None:
-            results["scores"] = (scores, new_scores)
-        if generations is not None:
-            results["comm.publish_generations"] = (generations, new_generations)
-        self._bridge.deliver(results)
-        return self._bridge.export(message)
-
-    def _decode_merge(
-        self,
-        received: torch.Tensor,
-        counts: jax.Array,
-        output: torch.Tensor,
-        comm: MSAIcpComm,
-        tagged: bool,
-        slot: int,
-        enable_pdl: bool,
-    ) -> None:
-        """Stores what came into the slot and merges it."""
-        fresh = self._bridge.fresh
-        name = "tagged_recv" if tagged else "recv"
-        recv_slot = getattr(comm, name)[slot]
-        if tagged:  # each int64 as the pair (word, generation): this JAX has no 64-bit integers
-            recv_slot = recv_slot.view(torch.int32).unflatten(-1, (rows.TAGGED_WORDS, 2))
-        errors = comm.errors[:1]
-        expected = comm.expected_generations if tagged else None
-        merge = programs.decode_merge(self._jax_plan, enable_pdl, self._bridge.donates)
-        new_slot, new_output, new_errors, new_expected = merge(
-            fresh(received),
-            counts,
-            self._slots[slot],
-            fresh(recv_slot),
-            fresh(output),
-            fresh(errors),
-            None if expected is None else fresh(expected),
-        )
-        results = {
-            f"comm.{name}": (recv_slot, new_slot),
-            "output": (output, new_output),
-            "comm.errors": (errors, new_errors),
-        }
-        if expected is not None:
-            results["comm.expected_generations"] = (expected, new_expected)
-        self._bridge.deliver(results)
-
-    def _import_index_k(
-        self, index_k: torch.Tensor
-    ) -> tuple[jax.Array, msa_icp_jax.MSAIcpIndexerPlan]:
-        """The cache in JAX, and the plan that knows where the keys lie in its pages."""
-        base, row_offset = pages.base_of(index_k)
-        if self._bridge.aligned(base):
-            keys = self._bridge.remember(index_k, lambda: self._bridge.fresh(base))
-            return keys, _at_row_offset(self._jax_plan, row_offset)
-        if not self._warned_of_copy:
-            self._warned_of_copy = True
-            warnings.warn(
-                f"index_k is copied in every call: JAX on {self.device} does not take its address "
-                f"{base.data_ptr():#x}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        return self._bridge.fresh(index_k.contiguous()), self._jax_plan
-
     # ---- checks ----
 
-    def _refuse_capture(self, method: str) -> None:
-        if is_capturing(self.device):
-            raise RuntimeError(
-                f"{method} cannot be captured in a CUDA graph: the dlpack route launches on JAX's "
-                "own streams. Call it outside torch.cuda.graph, between the graphs of what comes "
-                "before and after it"
-            )
+    def _check_decode(
+        self,
+        index_q: Any,
+        index_k: Any,
+        block_table: Any,
+        seq_lens: Any,
+        num_valid_pages: Any,
+        scores: Any,
+        output: Any,
+        pool: Any,
+        comm: Any,
+        slot: int,
+        tagged: bool,
+        query_len: int,
+        enable_pdl: bool,
+    ) -> DecodeCall | None:
+        """The checked call of a decode; None where there is no token."""
+        self._route.begin("decode")
+        arguments = self._arguments
+        arguments.tagged(tagged)
+        tokens, requests = arguments.decode(
+            index_q, index_k, block_table, seq_lens, num_valid_pages, query_len
+        )
+        least = self.fused_decode_min_batch
+        fused = pool is not None or (least is not None and requests >= least)
+        arguments.plane("scores", scores, tokens, fused=fused)
+        arguments.output(output, tokens)
+        arguments.pool(pool, self.decode_pool_shape())
+        one_sided = self._transport(comm, tagged)
+        self._check_memory(
+            {"scores": None if fused else scores, "output": output, "pool": pool}
+            | _written(comm, tagged),
+            {
+                "index_q": index_q,
+                "index_k": index_k,
+                "block_table": block_table,
+                "seq_lens": seq_lens,
+                "num_valid_pages": num_valid_pages,
+            },
+        )
+        if not one_sided:
+            exchange.check_group(self.group, self.geometry.world_size, self.rank)
+        if tokens == 0:
+            return None
+        return DecodeCall(
+            index_q,
+            index_k,
+            block_table,
+            seq_lens,
+            num_valid_pages,
+            None if fused or scores is None else scores[:tokens],
+            output[:tokens],
+            comm,
+            slot,
+            tagged,
+            query_len,
+            fused,
+            enable_pdl,
+            one_sided,
+        )
 
-    def _check_comm_once(self, comm: Any) -> None:
-        """`check_comm`, unless the same comm with untouched bases was checked before."""
-        known, versions = self._checked_comm
-        seen = None if known is None else known()
-        if seen is not None and seen is comm and versions == _base_versions(seen):
-            return
-        self.check_comm(comm)
-        self._checked_comm = (weakref.ref(comm), _base_versions(comm))
+    def _transport(self, comm: Any, tagged: bool) -> bool:
+        """Whether a comm asks for the one-sided transport; checks it where it is new."""
+        one_sided = self._transports.find(comm)
+        if one_sided is None:
+            if is_capturing(self.device):
+                raise RuntimeError(
+                    "comm is new to the plan, or its bases were written since it was checked: call "
+                    "check_comm(comm) before torch.cuda.graph"
+                )
+            self.check_comm(comm)
+            one_sided = self._transports.find(comm)
+            assert one_sided is not None
+        return one_sided[tagged]
 
-    def _check_written(
+    def _check_memory(
         self, written: dict[str, torch.Tensor | None], read: dict[str, torch.Tensor]
     ) -> None:
-        """Raises unless JAX can write these tensors, and nothing else lies in their memory."""
+        """Raises unless the route can take these tensors, and nothing lies in a written one."""
         given = {name: tensor for name, tensor in written.items() if tensor is not None}
-        for name, tensor in given.items():
-            self._bridge.check_written(name, tensor)
+        self._route.check_memory(given, read)
         check_apart(given, read)
+
+
+class _Transports:
+    """Which transport a comm asks for, by form of the rows, as long as its bases stay."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[MSAIcpComm, tuple[Any, dict[bool, bool]]]
+        self._known = weakref.WeakKeyDictionary()
+
+    def remember(self, comm: MSAIcpComm, one_sided: dict[bool, bool]) -> None:
+        self._known[comm] = (comm.place(), one_sided)
+
+    def find(self, comm: Any) -> dict[bool, bool] | None:
+        """{tagged: one-sided}, or None where the comm or what it holds is new."""
+        if comm not in self._known:
+            return None
+        place, one_sided = self._known[comm]
+        return one_sided if place == comm.place() else None
 
 
 def _written(comm: MSAIcpComm, tagged: bool) -> dict[str, torch.Tensor | None]:
@@ -587,18 +537,3 @@ def _written(comm: MSAIcpComm, tagged: bool) -> dict[str, torch.Tensor | None]:
     if tagged:
         names = ["errors", "tagged_recv", "publish_generations", "expected_generations"]
     return {f"comm.{name}": getattr(comm, name) for name in names}
-
-
-def _base_versions(comm: MSAIcpComm) -> tuple[int | None, ...]:
-    """Counts of torch's writes to the bases; inference tensors do not have them."""
-    bases = (comm.recv_bases, comm.tagged_recv_bases)
-    return tuple(None if base.is_inference() else base._version for base in bases)
-
-
-@functools.cache
-def _at_row_offset(
-    plan: msa_icp_jax.MSAIcpIndexerPlan, row_offset: int
-) -> msa_icp_jax.MSAIcpIndexerPlan:
-    """The plan for index keys that start at this row of their pages."""
-    geometry = dataclasses.replace(plan.geometry, row_offset=row_offset)
-    return dataclasses.replace(plan, geometry=geometry)

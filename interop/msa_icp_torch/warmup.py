@@ -10,9 +10,32 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from msa_icp_jax import MSAIcpIndexerPlan, checks, rows
+from msa_icp_jax import IndexerGeometry, MSAIcpIndexerPlan, checks, rows
 from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, NUM_SLOTS, TOPK, cdiv, check_query_len
 from msa_icp_torch import programs
+
+
+def decode_shapes(
+    limits: IndexerGeometry, batch_sizes: Sequence[int] | None, query_lens: Sequence[int] | None
+) -> list[tuple[int, int]]:
+    """(requests, query length) of the decode calls to compile for."""
+    most = min(limits.max_num_seqs, limits.max_decode_tokens)
+    batches = [checks.integer("batch_sizes", batch, 1, most) for batch in batch_sizes or [most]]
+    lengths = [
+        check_query_len("query_lens", length, limits.max_decode_query_len)
+        for length in query_lens or sorted({1, limits.max_decode_query_len})
+    ]
+    return [
+        (min(batch, max(1, limits.max_decode_tokens // length)), length)
+        for batch, length in itertools.product(batches, lengths)
+    ]
+
+
+def table_width_of(limits: IndexerGeometry, table_width: int | None) -> int:
+    """Columns of the block tables to compile for."""
+    if table_width is None:
+        table_width = cdiv(limits.max_model_len, limits.page_size)
+    return checks.integer("table_width", table_width, 1)
 
 
 class Warmup:
@@ -41,22 +64,13 @@ class Warmup:
         self.scorer_plan = scorer_plan
         self.donates = donates
         self.sharding = SingleDeviceSharding(device)
-        if table_width is None:
-            table_width = cdiv(geometry.max_model_len, geometry.page_size)
-        self.table_width = checks.integer("table_width", table_width, 1)
+        self.table_width = table_width_of(geometry, table_width)
         self.index_k = None if index_k is None else self._array(*index_k, dtype=jnp.float8_e4m3fn)
 
     def decode(self, batch_sizes: Sequence[int] | None, query_lens: Sequence[int] | None) -> None:
         """Compiles decode, legacy and tagged, for these batches."""
         limits = self.plan.geometry
-        most = min(limits.max_num_seqs, limits.max_decode_tokens)
-        batches = [checks.integer("batch_sizes", batch, 1, most) for batch in batch_sizes or [most]]
-        lengths = [
-            check_query_len("query_lens", length, limits.max_decode_query_len)
-            for length in query_lens or sorted({1, limits.max_decode_query_len})
-        ]
-        for batch, length in itertools.product(batches, lengths):
-            batch = min(batch, max(1, limits.max_decode_tokens // length))
+        for batch, length in decode_shapes(limits, batch_sizes, query_lens):
             for tagged in (False, True) if limits.num_sparse_layers > 1 else (False,):
                 self._decode(batch, length, tagged)
 

@@ -41,9 +41,7 @@ def hidden_keys(device: torch.device) -> torch.Tensor:
 
 
 def build(
-    qo_segment_lens: torch.Tensor,
-    kv_segment_lens: torch.Tensor,
-    qo_offset: torch.Tensor,
+    lengths: tuple[torch.Tensor, ...],
     hidden: torch.Tensor,
     *,
     total_q: int,
@@ -51,7 +49,11 @@ def build(
     max_seq_len: int,
     ctas: int,
 ) -> WindowPlan:
-    """`MSAIcpIndexerPlan.prefill_window_plan` of the Mosaic backend, for a grid of `ctas`."""
+    """`MSAIcpIndexerPlan.prefill_window_plan` of the Mosaic backend, for a grid of `ctas`.
+
+    `lengths` are qo_segment_lens, kv_segment_lens and qo_offset, `hidden` is from `hidden_keys`.
+    """
+    qo_segment_lens, kv_segment_lens, qo_offset = lengths
     sums = qo_segment_lens.clamp(0, _MOST_ROWS).cumsum(0, dtype=torch.int64).clamp(max=_MOST_ROWS)
     starts = torch.cat([sums.new_zeros(1), sums])[:-1].to(torch.int32).clamp(max=total_q)
     plan = WindowPlan(

@@ -406,8 +406,10 @@ class Program:
     Buffers are torch tensors (anything with torch's `data_ptr`, `view`, `fill_` and `copy_`) on the
     GPU of that context; kernels take their first byte and their lowered shape for granted.
 
+    Where arguments are copied (see `Copy`), bound steps keep those alive.
+
     Attributes:
-      copies: whether arguments are copied: then launches keep those alive.
+      returned: where the function's results lie.
     """
 
     def __init__(
@@ -433,7 +435,7 @@ class Program:
             for source in (*_operands(lowered.steps), *lowered.returned)
             if isinstance(source, Constant)
         }
-        self.copies = any(isinstance(step, Copy) for step in lowered.steps)
+        self.returned = lowered.returned
 
     def bind(self, arguments: Sequence[Any]) -> Launches:
         """The steps on these argument leaves, for `launch`."""

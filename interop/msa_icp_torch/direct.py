@@ -1,0 +1,480 @@
+"""The direct route: Mosaic kernels on torch's current stream, without the JAX runtime.
+
+JAX only lowers the kernels. A launch is a call into JAX's CUDA plugin with device addresses, so it
+may be captured into a CUDA graph; it allocates nothing and waits for nothing. A kernel is compiled
+for the shapes of its arguments, by `warmup` or at its first call.
+
+A decode whose tensors were all seen before, at the same addresses, is launched as it was prepared
+then: `find` gives it back after comparing identities and addresses.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import msa_icp_jax
+from msa_icp_jax import MSAIcpScorePlan, rows
+from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, TOPK
+from msa_icp_jax.ops._mosaic import direct
+from msa_icp_jax.ops._mosaic.direct import Copy, Launches, Lowered, Program
+from msa_icp_jax.ops._mosaic.launch import Target
+from msa_icp_torch import exchange, kernels, pages, window
+from msa_icp_torch.bridge import is_capturing
+from msa_icp_torch.calls import DecodeCall, PrefillCall
+from msa_icp_torch.dlpack import at_row_offset
+from msa_icp_torch.warmup import decode_shapes, table_width_of
+
+_ALIGNMENT = 16  # bytes: what the kernels' vector loads and bulk copies ask of a buffer
+_MOST_REMEMBERED = 4096  # calls: every layer's cache, in three slots, for many batches
+
+
+class DirectRoute:
+    """Launches checked calls.
+
+    All scratch memory belongs to the route: graphs captured from its launches need it alive, and
+    launches of one plan must follow one another (on one stream, or streams that wait).
+    """
+
+    name = "direct"
+    has_one_sided = True
+
+    def __init__(
+        self,
+        plan: msa_icp_jax.MSAIcpIndexerPlan,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        spin_limit: int,
+        sms: int,
+    ) -> None:
+        self._plan = plan
+        self._device = device
+        self._group = group
+        self._spin_limit = spin_limit
+        self._target = Target(sms=sms)
+        self._stream = Stream(device)
+        self._programs: dict[tuple[Any, ...], Program] = {}
+        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._calls = RememberedCalls(_MOST_REMEMBERED)
+        slots = torch.arange(NUM_SLOTS, dtype=torch.int32).repeat_interleave(_ALIGNMENT // 4)
+        self._slots = slots.to(device).view(NUM_SLOTS, -1)
+        self._hidden = window.hidden_keys(device)
+
+    # ---- checks ----
+
+    def begin(self, method: str) -> None:
+        """Nothing to refuse: calls may be captured."""
+
+    def check_memory(
+        self, written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Raises for a tensor that does not start where kernels can take it."""
+        for name, tensor in (*written.items(), *read.items()):
+            if tensor.data_ptr() % _ALIGNMENT:
+                raise ValueError(
+                    f"{name} must start at a multiple of {_ALIGNMENT} bytes, got address "
+                    f"{tensor.data_ptr():#x}"
+                )
+
+    def check_window_plan(self, window_plan: MSAIcpScorePlan) -> None:
+        """Raises for a window plan of the JAX package or of another GPU."""
+        if not isinstance(window_plan, window.WindowPlan):
+            raise TypeError(
+                "window_plan must come from this plan's prefill_window_plan, got one whose leaves "
+                "are no torch tensors"
+            )
+        where = window_plan.qo_starts.device
+        if where != self._device:
+            raise TypeError(f"window_plan must be one on {self._device}, got one on {where}")
+
+    # ---- decode ----
+
+    def find(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Callable[[], None] | None:
+        """The launch of an earlier decode of these very tensors, if there was one."""
+        return self._calls.find(tensors, options)
+
+    def decode(self, call: DecodeCall, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+        """Prepares the launches of a decode, remembers them and runs them."""
+        with self._stream.device():
+            launches = self._decode_launches(call)
+        run = functools.partial(self._stream.launch, launches)
+        self._calls.remember(tensors, options, run)
+        run()
+
+    def _decode_launches(self, call: DecodeCall) -> Launches:
+        """All steps of a decode in order."""
+        before, message = self._rows_launches(call)
+        behind = self._one_sided if call.one_sided else self._collective
+        return [*before, *behind(call, message)]
+
+    def _rows_launches(self, call: DecodeCall) -> tuple[Launches, torch.Tensor]:
+        """Score and select; the launches, and the rows [W, hpr, T, 33] that they leave."""
+        base, row_offset = pages.base_of(call.index_k)
+        facts = self._facts(row_offset)
+        requests, width = call.block_table.shape
+        batch = kernels.Batch(requests, call.query_len, tuple(base.shape), width)
+        inputs = (call.index_q, base, call.block_table, call.seq_lens)
+        if call.fused:
+            fused = self._program(kernels.decode_rows, facts, batch, call.enable_pdl)
+            return fused.bind((*inputs, call.num_valid_pages)), self._result(fused)
+        score = self._program(kernels.decode_scores, facts, batch, call.enable_pdl)
+        form = (self._facts(), call.tokens, call.enable_pdl)
+        select = self._program(kernels.select_rows, *form)
+        selected = select.bind((call.scores, call.num_valid_pages))
+        return [*score.bind((*inputs, call.scores)), *selected], self._result(select)
+
+    def _one_sided(self, call: DecodeCall, message: torch.Tensor) -> Launches:
+        """Stores the rows at their owners and merges what the others store here."""
+        comm, form = call.comm, (self._facts(), call.tokens, call.enable_pdl)
+        slot = self._slots[call.slot]
+        if call.tagged:
+            publish = self._program(kernels.publish_tagged_rows, *form)
+            sent = (message, comm.tagged_recv_bases, slot, comm.publish_generations)
+        else:
+            publish = self._program(kernels.publish_rows, *form, self._spin_limit)
+            sent = (message, comm.recv_bases, slot, comm.errors)
+        return [*publish.bind(sent), *self._merge(call, self._spin_limit)]
+
+    def _merge(self, call: DecodeCall, spin_limit: int) -> Launches:
+        """Merges the rows of the slot, each of which is looked at up to `spin_limit` times."""
+        comm = call.comm
+        merge = self._program(
+            kernels.merge_rows,
+            self._facts(),
+            call.tokens,
+            call.tagged,
+            call.enable_pdl,
+            spin_limit,
+        )
+        step = (call.num_valid_pages, self._slots[call.slot], call.output, comm.errors)
+        if call.tagged:
+            return merge.bind((comm.tagged_recv, *step, comm.expected_generations))
+        return merge.bind((comm.recv, *step))
+
+    def _collective(self, call: DecodeCall, message: torch.Tensor) -> Launches:
+        """Sends the rows over the group, stores what came into the slot, and merges it.
+
+        Everything is there then: a row that fails at its first look is a fault.
+        """
+        make = self._tagged_exchange if call.tagged else self._legacy_exchange
+        return [(make(call, message), None, None), *self._merge(call, spin_limit=1)]
+
+    def _legacy_exchange(self, call: DecodeCall, message: torch.Tensor) -> Callable[[], None]:
+        """As `comm.store_legacy`: a row over one that was not merged becomes a fault."""
+        place = call.comm.recv[call.slot][:, :, : call.tokens]
+        received = self._buffer("received", *message.shape)
+        flags = place[..., -1]
+        stale = self._buffer("stale", *flags.shape, dtype=torch.bool)
+
+        def run() -> None:
+            exchange.all_to_all(received, message, self._group)
+            with torch.inference_mode():  # the caller's tensors may be inference tensors
+                torch.ne(flags, 0, out=stale)
+                place.copy_(received)
+                flags.masked_fill_(stale, -rows.READY)
+
+        return run
+
+    def _tagged_exchange(self, call: DecodeCall, message: torch.Tensor) -> Callable[[], None]:
+        """Advances the counters of the rows to be sent, and sends their words with these tags."""
+        counters = call.comm.publish_generations[call.slot, :, : call.tokens]
+        wraps = self._buffer("wraps", *counters.shape, dtype=torch.bool)
+        shape = (*message.shape[:-1], rows.TAGGED_WORDS, 2)
+        sent, received = self._buffer("sent", *shape), self._buffer("received", *shape)
+        words, tags = sent.unbind(-1)
+        generations = counters.view(*shape[:2], call.tokens, 1)
+        place = call.comm.tagged_recv[call.slot][:, :, : call.tokens]
+        arrived = received.view(torch.int64).squeeze(-1)
+
+        def run() -> None:
+            with torch.inference_mode():
+                torch.eq(counters, -1, out=wraps)
+                counters.add_(1).add_(wraps)  # 0 is skipped
+                words.copy_(message[..., : rows.TAGGED_WORDS])
+                tags.copy_(generations)
+            exchange.all_to_all(received, sent, self._group)
+            with torch.inference_mode():
+                place.copy_(arrived)
+
+        return run
+
+    # ---- prefill ----
+
+    def prefill_window_plan(
+        self, lengths: tuple[torch.Tensor, ...], bounds: dict[str, int]
+    ) -> MSAIcpScorePlan:
+        """The window plan, its leaves torch tensors."""
+        with self._stream.device(), torch.inference_mode():
+            return window.build(lengths, self._hidden, ctas=self._target.sms, **bounds)
+
+    def prefill_local(self, call: PrefillCall) -> None:
+        """Launches score and select of a window."""
+        with self._stream.device():
+            self._stream.launch(self._prefill_launches(call))
+
+    def _prefill_launches(self, call: PrefillCall) -> Launches:
+        carrier_tokens = call.carrier.shape[1]
+        select = (call.plane, call.num_valid_pages, call.carrier)
+        if call.window_plan.num_segments == 0:
+            return [
+                (functools.partial(_clear, call), None, None),
+                *([] if call.fused else self._prefill_select(call).bind(select)),
+            ]
+        base, row_offset = pages.base_of(call.index_k)
+        shapes = kernels.Window(
+            call.tokens,
+            call.window_plan.num_segments,
+            call.window_plan.total_q,
+            tuple(base.shape),
+            call.block_table.shape[1],
+        )
+        facts = self._facts(row_offset)
+        inputs = (call.query, base, call.block_table, *_leaves(call.window_plan))
+        if call.fused:
+            rows_of = self._program(kernels.prefill_rows, facts, shapes, carrier_tokens)
+            return rows_of.bind((*inputs, call.num_valid_pages, call.carrier))
+        score = self._program(kernels.prefill_scores, facts, shapes)
+        return [*score.bind((*inputs, call.plane)), *self._prefill_select(call).bind(select)]
+
+    def _prefill_select(self, call: PrefillCall) -> Program:
+        return self._program(
+            kernels.prefill_select, self._facts(), call.tokens, call.carrier.shape[1]
+        )
+
+    def prefill_merge(
+        self, received: torch.Tensor, num_valid_pages: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Launches the merge of a window."""
+        tokens = num_valid_pages.shape[0]
+        with self._stream.device():
+            merge = self._program(kernels.prefill_merge, self._facts(), tokens, received.shape[2])
+            self._stream.launch(merge.bind((received, num_valid_pages, output)))
+
+    # ---- warmup ----
+
+    def warmup(
+        self,
+        index_k: torch.Tensor | None,
+        table_width: int | None,
+        batch_sizes: Sequence[int] | None,
+        query_lens: Sequence[int] | None,
+    ) -> None:
+        """See `MSAIcpIndexerPlan.warmup`."""
+        if is_capturing(self._device):
+            raise RuntimeError(
+                "warmup cannot be captured in a CUDA graph: call it before torch.cuda.graph"
+            )
+        geometry = self._plan.geometry
+        width = table_width_of(geometry, table_width)
+        with self._stream.device(), direct.on_cpu():
+            for requests, length in decode_shapes(geometry, batch_sizes, query_lens):
+                self._warm_decode(requests, length, index_k, width)
+            self._warm_prefill(index_k, width)
+
+    def _warm_decode(
+        self, requests: int, query_len: int, index_k: torch.Tensor | None, width: int
+    ) -> None:
+        tokens, geometry = requests * query_len, self._plan.geometry
+        facts, form = self._facts(), (tokens, True)
+        for tagged in (False, True) if geometry.num_sparse_layers > 1 else (False,):
+            for spin_limit in (1, self._spin_limit):
+                self._program(kernels.merge_rows, facts, tokens, tagged, True, spin_limit)
+        self._program(kernels.publish_rows, facts, *form, self._spin_limit)
+        if geometry.num_sparse_layers > 1:
+            self._program(kernels.publish_tagged_rows, facts, *form)
+        self._warm_buffers(tokens)
+        if index_k is None:
+            return
+        base, row_offset = pages.base_of(index_k)
+        batch = kernels.Batch(requests, query_len, tuple(base.shape), width)
+        least = self._plan.fused_decode_min_batch
+        if least is not None and requests >= least:
+            self._program(kernels.decode_rows, self._facts(row_offset), batch, True)
+        else:
+            self._program(kernels.decode_scores, self._facts(row_offset), batch, True)
+            self._program(kernels.select_rows, facts, *form)
+
+    def _warm_buffers(self, tokens: int) -> None:
+        """Allocates what the exchanges take."""
+        geometry = self._plan.geometry
+        owned = (geometry.world_size, geometry.heads_per_rank, tokens)
+        self._buffer("received", *owned, rows.ROW_WORDS)
+        self._buffer("stale", *owned, dtype=torch.bool)
+        for name in ("sent", "received"):
+            self._buffer(name, *owned, rows.TAGGED_WORDS, 2)
+        self._buffer("wraps", NUM_HEADS, tokens, dtype=torch.bool)
+
+    def _warm_prefill(self, index_k: torch.Tensor | None, width: int) -> None:
+        geometry, facts = self._plan.geometry, self._facts()
+        tokens = geometry.window_tokens
+        self._program(kernels.prefill_merge, facts, tokens, tokens)
+        if index_k is None:
+            return
+        base, row_offset = pages.base_of(index_k)
+        shapes = kernels.Window(tokens, geometry.max_num_seqs, tokens, tuple(base.shape), width)
+        if self._plan.fused_prefill:
+            self._program(kernels.prefill_rows, self._facts(row_offset), shapes, tokens)
+            return
+        self._program(kernels.prefill_scores, self._facts(row_offset), shapes)
+        self._program(kernels.prefill_select, facts, tokens, tokens)
+
+    # ---- programs and their memory ----
+
+    def _facts(self, row_offset: int = 0) -> kernels.Facts:
+        return kernels.Facts(at_row_offset(self._plan, row_offset), self._target)
+
+    def _program(self, lower: Callable[..., Lowered], *shapes: Any) -> Program:
+        """The kernels of these shapes, compiled here at first, unless the stream is captured."""
+        key = (lower.__name__, *shapes)
+        if key not in self._programs:
+            self._refuse_capture()
+            lowered = lower(*shapes)
+            self._stream.make_context_current()
+            self._programs[key] = Program(lowered, self._scratch(key, lowered), self._upload)
+        return self._programs[key]
+
+    def _refuse_capture(self) -> None:
+        if is_capturing(self._device):
+            raise RuntimeError(
+                "this call has shapes that are new to the plan, and nothing can be compiled or "
+                "allocated inside torch.cuda.graph: before the capture, call warmup(index_k, ...) "
+                "with these shapes, or the method once"
+            )
+
+    def _result(self, program: Program) -> torch.Tensor:
+        """The rows that a program leaves in scratch memory, as they are sent."""
+        found = program.buffer(program.returned[0], ())
+        owned = (self._plan.geometry.world_size, self._plan.geometry.heads_per_rank)
+        return found.view(*owned, *found.shape[1:])
+
+    def _scratch(self, key: tuple[Any, ...], lowered: Lowered) -> list[torch.Tensor]:
+        """Memory of a program's own; what is zero behind a copy is shared with no other."""
+        copied = {step.scratch.index for step in lowered.steps if isinstance(step, Copy)}
+        return [
+            self._buffer(
+                ("scratch", i, key if i in copied else None),
+                *struct.shape,
+                dtype=getattr(torch, struct.dtype.name),
+            )
+            for i, struct in enumerate(lowered.scratch)
+        ]
+
+    def _buffer(self, name: Any, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """A buffer of the route's own, zero at first."""
+        key = (name, shape, dtype)
+        if key not in self._buffers:
+            self._buffers[key] = self._zeros(*shape, dtype=dtype)
+        return self._buffers[key]
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        self._refuse_capture()
+        with torch.inference_mode(False):  # it is written outside inference mode too
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    def _upload(self, value: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.array(value)).to(self._device)
+
+
+class Stream:
+    """torch's current stream of one device, and launches on it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._threads = _Threads()
+
+    def device(self) -> Any:
+        """The context in which torch works on this device."""
+        return torch.cuda.device(self._device)
+
+    def launch(self, launches: Launches) -> None:
+        """Puts launches on the current stream."""
+        index = self._device.index
+        if torch.cuda.current_device() != index:
+            with torch.cuda.device(self._device):
+                self.launch(launches)
+            return
+        if not self._threads.ready:
+            self.make_context_current()
+        direct.launch(launches, torch._C._cuda_getCurrentRawStream(index))
+
+    def make_context_current(self) -> None:
+        """Gives this thread a CUDA context, which torch does only when it needs one."""
+        torch.cuda.mem_get_info(self._device)
+        self._threads.ready = True
+
+
+class _Threads(threading.local):
+    ready = False
+
+
+class RememberedCalls:
+    """Launches of earlier calls, by the identity of the tensors that they were prepared for.
+
+    Nothing is kept alive: a call is forgotten as soon as one of its tensors is gone.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._calls: dict[tuple[Any, ...], _Remembered] = {}
+
+    def find(self, owners: tuple[Any, ...], options: tuple[Any, ...]) -> Callable[[], None] | None:
+        """The launch prepared for these very tensors, unless one of them moved since."""
+        call = self._calls.get((*map(id, owners), options))
+        if call is None:
+            return None
+        for owner, seen, place in zip(owners, call.owners, call.places, strict=True):
+            if seen is not None and (seen() is not owner or place != _place(owner)):
+                return None
+        return call.run
+
+    def remember(
+        self, owners: tuple[Any, ...], options: tuple[Any, ...], run: Callable[[], None]
+    ) -> None:
+        """Remembers a launch for `find`."""
+        if len(self._calls) >= self._most:
+            self._calls.clear()
+        key, calls = (*map(id, owners), options), self._calls
+
+        def forget(_: Any) -> None:
+            calls.pop(key, None)
+
+        seen = tuple(None if x is None else weakref.ref(x, forget) for x in owners)
+        places = tuple(None if x is None else _place(x) for x in owners)
+        calls[key] = _Remembered(seen, places, run)
+
+
+class _Remembered(NamedTuple):
+    owners: tuple[weakref.ref[Any] | None, ...]
+    places: tuple[Any, ...]
+    run: Callable[[], None]
+
+
+def _place(owner: Any) -> Any:
+    """Where a tensor lies; for receive storage, what its transport depends on."""
+    if isinstance(owner, torch.Tensor):
+        return owner.data_ptr(), owner.shape
+    return owner.place()
+
+
+def _leaves(window_plan: Any) -> tuple[torch.Tensor, ...]:
+    lengths = (window_plan.qo_starts, window_plan.qo_lens, window_plan.kv_lens)
+    return (*lengths, window_plan.qo_offset, *(window_plan.work or ()))
+
+
+def _clear(call: PrefillCall) -> None:
+    """A window without segments: no score, or rows without a candidate."""
+    with torch.inference_mode():
+        if call.plane is not None:
+            call.plane.fill_(-torch.inf)
+            return
+        carrier = call.carrier[:, : call.tokens]
+        carrier[..., :TOPK] = rows.NEG_INF_WORD
+        carrier[..., TOPK:-1] = rows.NO_BLOCK
+        carrier[..., -1] = rows.READY

@@ -1,0 +1,236 @@
+"""The dlpack route: tensors go to jitted JAX programs by DLPack, on any device of JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import msa_icp_jax
+from msa_icp_jax import MSAIcpScorePlan, rows
+from msa_icp_jax.geometry import NUM_SLOTS
+from msa_icp_torch import exchange, pages, programs
+from msa_icp_torch.bridge import Bridge, is_capturing
+from msa_icp_torch.calls import DecodeCall, PrefillCall
+from msa_icp_torch.warmup import Warmup
+from msa_icp_torch.window import WindowPlan
+
+
+class DlpackRoute:
+    """Runs checked calls as JAX programs with the exchange between them."""
+
+    name = "dlpack"
+    has_one_sided = False
+
+    def __init__(
+        self,
+        plan: msa_icp_jax.MSAIcpIndexerPlan,
+        bridge: Bridge,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._plan = plan
+        self._bridge = bridge
+        self._group = group
+        self._slots = tuple(
+            jax.device_put(np.int32(slot), bridge.jax_device) for slot in range(NUM_SLOTS)
+        )
+        self._warned_of_copy = False
+
+    # ---- checks ----
+
+    def begin(self, method: str) -> None:
+        """Raises inside CUDA graph capture."""
+        if is_capturing(self._bridge.device):
+            raise RuntimeError(
+                f"{method} cannot be captured in a CUDA graph: the dlpack route launches on JAX's "
+                "own streams. Call it outside torch.cuda.graph, between the graphs of what comes "
+                'before and after it, or take route="direct"'
+            )
+
+    def check_memory(
+        self, written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Raises unless JAX can write `written` in place."""
+        for name, tensor in written.items():
+            self._bridge.check_written(name, tensor)
+
+    def check_window_plan(self, window_plan: MSAIcpScorePlan) -> None:
+        """Raises for a window plan of the direct route."""
+        if isinstance(window_plan, WindowPlan):
+            raise TypeError(
+                "window_plan must come from this plan's prefill_window_plan, got one of a plan on "
+                "the direct route"
+            )
+
+    # ---- calls ----
+
+    def find(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+        """Calls are not remembered: every one imports its tensors."""
+
+    def decode(self, call: DecodeCall, owners: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+        """Scores and selects in one program, exchanges, stores and merges in another."""
+        with self._bridge.guard():
+            keep = self._bridge.kept
+            keys, plan = self._import_index_k(call.index_k)
+            counts = keep(call.num_valid_pages)
+            message = self._decode_message(call, plan, keys, counts)
+            received = torch.empty_like(message)
+            exchange.all_to_all(received, message, self._group)
+            self._decode_merge(call, received, counts)
+
+    def prefill_window_plan(
+        self, lengths: tuple[torch.Tensor, ...], bounds: dict[str, int]
+    ) -> MSAIcpScorePlan:
+        """The window plan, its leaves JAX arrays."""
+        with self._bridge.guard():
+            build = programs.prefill_window_plan(self._plan, *bounds.values())
+            window_plan = build(*map(self._bridge.fresh, lengths))
+            self._bridge.order_after(jax.tree.leaves(window_plan))
+        return window_plan
+
+    def prefill_local(self, call: PrefillCall) -> None:
+        """Scores and selects a window in one program."""
+        with self._bridge.guard():
+            keep, fresh = self._bridge.kept, self._bridge.fresh
+            keys, plan = self._import_index_k(call.index_k)
+            local = programs.prefill_local(plan, call.fused, self._bridge.donates)
+            carrier, new_plane = local(
+                (fresh(call.query), keys, keep(call.block_table)),
+                call.window_plan,
+                keep(call.num_valid_pages),
+                None if call.plane is None else fresh(call.plane),
+                fresh(call.carrier),
+            )
+            results = {"carrier_view": (call.carrier, carrier)}
+            if call.plane is not None:
+                results["score_scratch"] = (call.plane, new_plane)
+            self._bridge.deliver(results)
+
+    def prefill_merge(
+        self, received: torch.Tensor, num_valid_pages: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Merges in one program."""
+        with self._bridge.guard():
+            merge = programs.prefill_merge(self._plan, self._bridge.donates)
+            merged = merge(
+                self._bridge.fresh(received),
+                self._bridge.kept(num_valid_pages),
+                self._bridge.fresh(output),
+            )
+            self._bridge.deliver({"output": (output, merged)})
+
+    def warmup(
+        self,
+        index_k: torch.Tensor | None,
+        table_width: int | None,
+        batch_sizes: Sequence[int] | None,
+        query_lens: Sequence[int] | None,
+    ) -> None:
+        """See `MSAIcpIndexerPlan.warmup`."""
+        shape, scorer_plan = None, self._plan
+        if index_k is not None:
+            base, row_offset = pages.base_of(index_k)
+            shape, scorer_plan = tuple(base.shape), at_row_offset(scorer_plan, row_offset)
+        with self._bridge.guard():
+            programs_of = Warmup(
+                self._plan,
+                scorer_plan,
+                self._bridge.jax_device,
+                self._bridge.donates,
+                shape,
+                table_width,
+            )
+            programs_of.decode(batch_sizes, query_lens)
+            programs_of.prefill()
+
+    # ---- decode, on both sides of the exchange ----
+
+    def _decode_message(
+        self,
+        call: DecodeCall,
+        plan: msa_icp_jax.MSAIcpIndexerPlan,
+        keys: jax.Array,
+        counts: jax.Array,
+    ) -> torch.Tensor:
+        """Scores and selects; returns the rows to send, [W, hpr, T, 33] or [W, hpr, T, 32, 2]."""
+        fresh, keep = self._bridge.fresh, self._bridge.kept
+        generations = call.comm.publish_generations if call.tagged else None
+        program = programs.decode_rows(
+            plan, call.query_len, call.fused, call.enable_pdl, self._bridge.donates
+        )
+        message, new_scores, new_generations = program(
+            (fresh(call.index_q), keys, keep(call.block_table), keep(call.seq_lens)),
+            counts,
+            self._slots[call.slot],
+            None if call.scores is None else fresh(call.scores),
+            None if generations is None else fresh(generations),
+        )
+        results = {}
+        if call.scores is not None:
+            results["scores"] = (call.scores, new_scores)
+        if generations is not None:
+            results["comm.publish_generations"] = (generations, new_generations)
+        self._bridge.deliver(results)
+        return self._bridge.export(message)
+
+    def _decode_merge(self, call: DecodeCall, received: torch.Tensor, counts: jax.Array) -> None:
+        """Stores what came into the slot and merges it."""
+        fresh, comm = self._bridge.fresh, call.comm
+        name = "tagged_recv" if call.tagged else "recv"
+        recv_slot = getattr(comm, name)[call.slot]
+        if call.tagged:  # each int64 as the pair (word, generation): JAX has no 64-bit integers
+            recv_slot = recv_slot.view(torch.int32).unflatten(-1, (rows.TAGGED_WORDS, 2))
+        errors = comm.errors[:1]
+        expected = comm.expected_generations if call.tagged else None
+        merge = programs.decode_merge(self._plan, call.enable_pdl, self._bridge.donates)
+        new_slot, new_output, new_errors, new_expected = merge(
+            fresh(received),
+            counts,
+            self._slots[call.slot],
+            fresh(recv_slot),
+            fresh(call.output),
+            fresh(errors),
+            None if expected is None else fresh(expected),
+        )
+        results = {
+            f"comm.{name}": (recv_slot, new_slot),
+            "output": (call.output, new_output),
+            "comm.errors": (errors, new_errors),
+        }
+        if expected is not None:
+            results["comm.expected_generations"] = (expected, new_expected)
+        self._bridge.deliver(results)
+
+    def _import_index_k(
+        self, index_k: torch.Tensor
+    ) -> tuple[jax.Array, msa_icp_jax.MSAIcpIndexerPlan]:
+        """The cache in JAX, and the plan that knows where the keys lie in its pages."""
+        base, row_offset = pages.base_of(index_k)
+        if self._bridge.aligned(base):
+            keys = self._bridge.remember(index_k, lambda: self._bridge.fresh(base))
+            return keys, at_row_offset(self._plan, row_offset)
+        if not self._warned_of_copy:
+            self._warned_of_copy = True
+            warnings.warn(
+                f"index_k is copied in every call: JAX on {self._bridge.device} does not take its "
+                f"address {base.data_ptr():#x}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return self._bridge.fresh(index_k.contiguous()), self._plan
+
+
+@functools.cache
+def at_row_offset(
+    plan: msa_icp_jax.MSAIcpIndexerPlan, row_offset: int
+) -> msa_icp_jax.MSAIcpIndexerPlan:
+    """The plan for index keys that start at this row of their pages."""
+    geometry = dataclasses.replace(plan.geometry, row_offset=row_offset)
+    return dataclasses.replace(plan, geometry=geometry)

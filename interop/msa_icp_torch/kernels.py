@@ -1,0 +1,361 @@
+"""The plan's Mosaic kernels, lowered for the shapes of a call; the direct route launches them.
+
+Each function returns the kernels of one link of a chain, made once for the plan, the GPU and the
+shapes; its docstring lists the arguments in the order in which they are bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from msa_icp_jax import (
+    IndexerGeometry,
+    MSAIcpIndexerPlan,
+    MSAIcpScorePlan,
+    msa_icp_decode_index_score_sharded,
+    msa_icp_decode_score_publish,
+    msa_icp_index_score_sharded,
+    msa_icp_prefill_score_select,
+    msa_icp_topk_select_prefill,
+    msa_icp_topk_select_publish,
+    rows,
+)
+from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, NUM_SLOTS, TOPK
+from msa_icp_jax.ops._mosaic import direct
+from msa_icp_jax.ops._mosaic.direct import Lowered
+from msa_icp_jax.ops._mosaic.launch import Target, building_for
+from msa_icp_jax.ops.merge import mosaic as merge
+from msa_icp_jax.ops.prefill_plan.balance import prefill_work
+from msa_icp_jax.ops.publish import mosaic as publish
+
+_FLOAT8 = jnp.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What every kernel of a plan is built for.
+
+    Attributes:
+      plan: the plan, with a fixed rank and the Mosaic backend.
+      target: the GPU.
+    """
+
+    plan: MSAIcpIndexerPlan
+    target: Target
+
+    @property
+    def geometry(self) -> IndexerGeometry:
+        """The plan's limits and sizes."""
+        return self.plan.geometry
+
+    @property
+    def rank(self) -> int:
+        """The plan's rank."""
+        assert self.plan.rank is not None
+        return self.plan.rank
+
+    @property
+    def scorer(self) -> dict[str, Any]:
+        """Options of every scorer."""
+        return {
+            "rank": self.rank,
+            "precision": self.plan.precision,
+            "row_offset": self.geometry.row_offset,
+            "backend": "mosaic",
+        }
+
+    @property
+    def forced(self) -> dict[str, int]:
+        """Forced blocks, as a select names them."""
+        return {
+            "force_begin_blocks": self.geometry.init_blocks,
+            "force_end_blocks": self.geometry.local_blocks,
+        }
+
+    @property
+    def select(self) -> dict[str, Any]:
+        """Options of every select."""
+        return {
+            "index_scale": self.geometry.index_scale,
+            "index_offset": self.geometry.index_offset(self.rank),
+            "backend": "mosaic",
+            **self.forced,
+        }
+
+    def received(self, tokens: int) -> jax.ShapeDtypeStruct:
+        """Rows by source or by owner."""
+        heads = self.geometry.heads_per_rank
+        return _array(self.geometry.world_size, heads, tokens, rows.ROW_WORDS)
+
+    def storage(self, tagged: bool) -> jax.ShapeDtypeStruct:
+        """All slots of a rank's receive storage."""
+        geometry = self.geometry
+        row = (rows.TAGGED_WORDS, 2) if tagged else (rows.ROW_WORDS,)
+        held = (geometry.world_size, geometry.heads_per_rank, geometry.max_decode_tokens)
+        return _array(NUM_SLOTS, *held, *row)
+
+    def plane(self, tokens: int) -> jax.ShapeDtypeStruct:
+        """A score plane."""
+        return _array(tokens, NUM_HEADS, self.geometry.score_columns, dtype=jnp.float32)
+
+    def output(self, tokens: int) -> jax.ShapeDtypeStruct:
+        """The ids of the owned heads."""
+        return _array(tokens, self.geometry.heads_per_rank, TOPK)
+
+    def lower(self, function: Callable[..., Any], *arguments: Any) -> Lowered:
+        """Lowers for the plan's GPU."""
+        with building_for(self.target):
+            return direct.lower(function, *arguments)
+
+
+# ---- decode ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Shapes of a decode call's inputs.
+
+    Attributes:
+      requests: B.
+      query_len: query tokens of a request.
+      pages: the shape of the buffer of whole pages around the index keys.
+      table_width: columns of the block table.
+    """
+
+    requests: int
+    query_len: int
+    pages: tuple[int, ...]
+    table_width: int
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.requests * self.query_len
+
+    @property
+    def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """index_q, index_k, block_table, seq_lens."""
+        return (
+            _array(self.tokens, NUM_HEADS, HEAD_DIM, dtype=_FLOAT8),
+            _array(*self.pages, dtype=_FLOAT8),
+            _array(self.requests, self.table_width),
+            _array(self.requests),
+        )
+
+    def options(self, facts: Facts, pdl: bool) -> dict[str, Any]:
+        """Options of the decode scorers."""
+        return {
+            "world_size": facts.geometry.world_size,
+            "page_size": facts.geometry.page_size,
+            "decode_query_len": self.query_len,
+            "enable_pdl": pdl,
+            **facts.scorer,
+        }
+
+
+@functools.cache
+def decode_scores(facts: Facts, batch: Batch, pdl: bool) -> Lowered:
+    """``(index_q, index_k, block_table, seq_lens, scores)``; scores are written."""
+    most = facts.geometry.max_decode_query_len
+    options = {"max_decode_query_len": most, **batch.options(facts, pdl)}
+
+    def run(*arrays: Any) -> Any:
+        return msa_icp_decode_index_score_sharded(*arrays, **options)
+
+    return facts.lower(run, *batch.arrays, facts.plane(batch.tokens))
+
+
+@functools.cache
+def decode_rows(facts: Facts, batch: Batch, pdl: bool) -> Lowered:
+    """``(index_q, index_k, block_table, seq_lens, num_valid_pages)`` to rows, fused."""
+    options = {**facts.forced, **batch.options(facts, pdl)}
+
+    def run(*arrays: Any) -> Any:
+        return msa_icp_decode_score_publish(*arrays, **options).rows
+
+    return facts.lower(run, *batch.arrays, _array(batch.tokens))
+
+
+@functools.cache
+def select_rows(facts: Facts, tokens: int, pdl: bool) -> Lowered:
+    """``(scores, num_valid_pages)`` to rows."""
+    geometry = facts.geometry
+
+    def run(scores: Any, counts: Any) -> Any:
+        return msa_icp_topk_select_publish(
+            scores,
+            counts,
+            rank=facts.rank,
+            world_size=geometry.world_size,
+            heads_per_rank=geometry.heads_per_rank,
+            enable_pdl=pdl,
+            **facts.select,
+        ).rows
+
+    return facts.lower(run, facts.plane(tokens), _array(tokens))
+
+
+@functools.cache
+def publish_rows(facts: Facts, tokens: int, pdl: bool, spin_limit: int) -> Lowered:
+    """``(rows, recv_bases, slot, errors)``; errors are written, and the peers' memory."""
+    geometry = facts.geometry
+
+    def run(message: Any, bases: Any, slot: Any, errors: Any) -> Any:
+        return publish.publish_rows(
+            message,
+            bases,
+            errors,
+            rank=facts.rank,
+            slot=slot,
+            capacity=geometry.max_decode_tokens,
+            spin_limit=spin_limit,
+            enable_pdl=pdl,
+            target=facts.target,
+        )
+
+    bases = _array(geometry.world_size, 2)
+    return facts.lower(run, facts.received(tokens), bases, _array(1), _array(1))
+
+
+@functools.cache
+def publish_tagged_rows(facts: Facts, tokens: int, pdl: bool) -> Lowered:
+    """``(rows, tagged_recv_bases, slot, publish_generations)``; the last are written, and peers."""
+    geometry = facts.geometry
+
+    def run(message: Any, bases: Any, slot: Any, generations: Any) -> Any:
+        return publish.publish_tagged_rows(
+            message,
+            bases,
+            generations,
+            rank=facts.rank,
+            slot=slot,
+            enable_pdl=pdl,
+            target=facts.target,
+        )
+
+    bases = _array(geometry.world_size, 2)
+    generations = _array(NUM_SLOTS, NUM_HEADS, geometry.max_decode_tokens)
+    return facts.lower(run, facts.received(tokens), bases, _array(1), generations)
+
+
+@functools.cache
+def merge_rows(facts: Facts, tokens: int, tagged: bool, pdl: bool, spin_limit: int) -> Lowered:
+    """``(recv, num_valid_pages, slot, output, errors[, expected_generations])``.
+
+    All but the counts and the slot are written. A row is looked at up to `spin_limit` times.
+    """
+    geometry = facts.geometry
+
+    def run(recv: Any, counts: Any, slot: Any, output: Any, errors: Any, *expected: Any) -> Any:
+        return merge.merge_arriving_rows(
+            recv,
+            counts,
+            output,
+            errors,
+            expected[0] if expected else None,
+            slot=slot,
+            init_blocks=geometry.init_blocks,
+            local_blocks=geometry.local_blocks,
+            spin_limit=spin_limit,
+            enable_pdl=pdl,
+            target=facts.target,
+        )
+
+    counters = (NUM_SLOTS, geometry.heads_per_rank, geometry.max_decode_tokens)
+    expected = [_array(*counters)] if tagged else []
+    arrays = (facts.storage(tagged), _array(tokens), _array(1), facts.output(tokens), _array(1))
+    return facts.lower(run, *arrays, *expected)
+
+
+# ---- prefill ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Shapes of a prefill call's inputs.
+
+    Attributes:
+      tokens: T.
+      segments: B, at least 1.
+      total_q: query rows of the window plan.
+      pages, table_width: as of a `Batch`.
+    """
+
+    tokens: int
+    segments: int
+    total_q: int
+    pages: tuple[int, ...]
+    table_width: int
+
+    def arrays(self, target: Target) -> tuple[Any, ...]:
+        """query, index_k, block_table, and the window plan; its bounds decide nothing here."""
+        lengths: Any = _array(self.segments)
+        plan = MSAIcpScorePlan(lengths, lengths, lengths, lengths, self.total_q, 0, 0)
+        with direct.on_cpu():
+            work = jax.eval_shape(functools.partial(prefill_work, ctas=target.sms), plan)
+        return (
+            _array(self.tokens, NUM_HEADS, HEAD_DIM, dtype=_FLOAT8),
+            _array(*self.pages, dtype=_FLOAT8),
+            _array(self.segments, self.table_width),
+            dataclasses.replace(plan, work=work),
+        )
+
+
+@functools.cache
+def prefill_scores(facts: Facts, window: Window) -> Lowered:
+    """``(query, index_k, block_table, *window plan, score_scratch)``; the last is written."""
+
+    def run(*arrays: Any) -> Any:
+        *inputs, scores = arrays
+        return msa_icp_index_score_sharded(*inputs, max_score=scores, **_scorer_of_windows(facts))
+
+    return facts.lower(run, *window.arrays(facts.target), facts.plane(window.tokens))
+
+
+@functools.cache
+def prefill_rows(facts: Facts, window: Window, carrier_tokens: int) -> Lowered:
+    """``(query, index_k, block_table, *window plan, num_valid_pages, carrier)``, fused."""
+    options = {**facts.forced, **_scorer_of_windows(facts)}
+
+    def run(*arrays: Any) -> Any:
+        return msa_icp_prefill_score_select(*arrays, **options)
+
+    carrier = _array(NUM_HEADS, carrier_tokens, rows.ROW_WORDS)
+    return facts.lower(run, *window.arrays(facts.target), _array(window.tokens), carrier)
+
+
+@functools.cache
+def prefill_select(facts: Facts, tokens: int, carrier_tokens: int) -> Lowered:
+    """``(score_scratch, num_valid_pages, carrier)``; the carrier is written."""
+
+    def run(scores: Any, counts: Any, carrier: Any) -> Any:
+        return msa_icp_topk_select_prefill(scores, counts, carrier, **facts.select)
+
+    carrier = _array(NUM_HEADS, carrier_tokens, rows.ROW_WORDS)
+    return facts.lower(run, facts.plane(tokens), _array(tokens), carrier)
+
+
+@functools.cache
+def prefill_merge(facts: Facts, tokens: int, received_tokens: int) -> Lowered:
+    """``(received, num_valid_pages, output)``; output is written."""
+    arrays = (facts.received(received_tokens), _array(tokens), facts.output(tokens))
+    return facts.lower(facts.plan.prefill_merge, *arrays)
+
+
+def _scorer_of_windows(facts: Facts) -> dict[str, Any]:
+    return {
+        "tp": facts.geometry.world_size,
+        "compact": facts.geometry.compact,
+        "enable_pdl": True,
+        **facts.scorer,
+    }
+
+
+def _array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)

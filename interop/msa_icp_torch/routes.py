@@ -1,0 +1,67 @@
+"""Choice of the route: direct launches on Hopper, jitted JAX programs elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+
+from msa_icp_jax import checks
+
+ROUTES = ("auto", "dlpack", "direct")
+
+
+def choose_route(route: str, backend: str, device: torch.device) -> str:
+    """Returns "direct" or "dlpack" for "auto", "dlpack" or "direct".
+
+    Raises:
+      ValueError: `route` is not one of the three, or direct is asked of another backend or device.
+      RuntimeError: direct is asked where JAX's CUDA plugin is not as expected.
+    """
+    checks.one_of("route", route, ROUTES)
+    if route == "dlpack" or (route == "auto" and (backend == "xla" or device.type != "cuda")):
+        return "dlpack"
+    if backend == "xla":
+        raise ValueError('route must be "auto" or "dlpack" where backend is "xla", got "direct"')
+    if not _is_hopper(device):
+        if route == "auto":
+            return "dlpack"
+        raise ValueError(
+            f'route must be "auto" or "dlpack" on {_name(device)}: "direct" is Hopper\'s'
+        )
+    from msa_icp_jax.ops._mosaic import direct  # on demand: importing Pallas takes a while
+
+    reason = direct.unavailable()
+    if reason is None:
+        return "direct"
+    if route == "direct":
+        raise RuntimeError(f"there is no direct route here: {reason}")
+    _warn_dlpack(reason)
+    return "dlpack"
+
+
+def direct_route(plan: Any, device: torch.device, group: Any, spin_limit: int) -> Any:
+    """A `DirectRoute` for this device's GPU."""
+    from msa_icp_torch.direct import DirectRoute
+
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return DirectRoute(plan, device, group, spin_limit, sms)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+@functools.cache
+def _warn_dlpack(reason: str) -> None:
+    warnings.warn(
+        f"msa_icp_torch: the dlpack route runs instead of the direct one: {reason}",
+        RuntimeWarning,
+        stacklevel=4,
+    )

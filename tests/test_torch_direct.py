@@ -1,0 +1,515 @@
+"""The direct route as far as no GPU is needed: what is lowered, bound, remembered and refused."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import warnings
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from chains import random_decode, random_prefill
+
+torch = pytest.importorskip("torch", reason="torch is not installed (extra torch)")
+
+import torch_inputs  # noqa: E402
+from torch_inputs import CPU, decode_step, prefill_window  # noqa: E402
+
+import msa_icp_jax  # noqa: E402
+from msa_icp_jax.ops._mosaic import direct as launching  # noqa: E402
+from msa_icp_torch import direct, exchange, routes, window  # noqa: E402
+from msa_icp_torch.direct import DirectRoute, RememberedCalls  # noqa: E402
+from msa_icp_torch.plan import MSAIcpIndexerPlan  # noqa: E402
+
+SMS = 132
+LENGTHS = [300, 0, 4000, 1]
+SEGMENTS = [(40, 260, 300), (0, 0, 0), (57, 0, 57)]
+
+
+class HostStream:
+    """Stands for torch's stream on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.contexts = 0
+
+    def device(self) -> Any:
+        return torch.inference_mode(False)
+
+    def launch(self, launches: Any) -> None:
+        launching.launch(launches, 7)
+
+    def make_context_current(self) -> None:
+        self.contexts += 1
+
+
+class Launched:
+    """Kernels launched, as (number of addresses, addresses), in place of a GPU."""
+
+    def __init__(self) -> None:
+        self.kernels: list[list[int]] = []
+        self.compiled: list[bytes] = []
+
+    def compile(self, module: bytes) -> tuple[Any, int]:
+        if module not in self.compiled:
+            self.compiled.append(module)
+        return self.launch, self.compiled.index(module) + 1
+
+    def launch(self, kernel: int, stream: int, addresses: Any) -> None:
+        assert stream == 7
+        assert isinstance(addresses, ctypes.Array)
+        self.kernels.append([kernel, *addresses])
+
+
+@pytest.fixture
+def launched(monkeypatch: Any) -> Launched:
+    found = Launched()
+    monkeypatch.setattr(launching, "compile_kernel", found.compile)
+    monkeypatch.setattr(direct, "Stream", HostStream)
+    monkeypatch.setattr(exchange, "check_group", lambda *_: None)
+    monkeypatch.setattr(
+        exchange, "all_to_all", lambda received, message, group: received.copy_(message)
+    )
+    return found
+
+
+def prepare(world_size: int = 2, page_size: int = 128, rank: int = 0, **changes: Any) -> Any:
+    """A plan on the direct route whose kernels stay unlaunched."""
+    limits = {
+        "num_index_heads": 4,
+        "init_blocks": 1,
+        "local_blocks": 2,
+        "max_decode_tokens": 32,
+        "max_decode_query_len": 8,
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 8,
+        "max_model_len": 8192,
+        "num_sparse_layers": 4,
+    }
+    plan = msa_icp_jax.prepare_msa_icp_indexer(
+        world_size=world_size,
+        page_size=page_size,
+        rank=rank,
+        backend="mosaic",
+        **limits | changes,
+    )
+    return MSAIcpIndexerPlan(plan, DirectRoute(plan, CPU, None, 1 << 26, SMS), CPU, None)
+
+
+def set_bases(plan: Any, comm: Any) -> None:
+    """Addresses of a group whose other ranks' storage is made up."""
+    for bases, own in (
+        (comm.recv_bases, comm.recv),
+        (comm.tagged_recv_bases, comm.tagged_recv),
+    ):
+        bases.copy_(torch.arange(1, len(bases) + 1) << 40)
+        bases[plan.rank] = own.data_ptr()
+
+
+def test_decode_launches_score_select_publish_and_merge(launched):
+    plan = prepare()
+    step, comm = decode_step(plan, random_decode(LENGTHS, 2, 128)), plan.init_comm()
+    set_bases(plan, comm)
+    for tagged in (False, True):
+        for slot in range(3):
+            plan.decode(*step, comm=comm, slot=slot, tagged=tagged, decode_query_len=2)
+    assert len(launched.compiled) == 6  # score, select, two publishes and two merges
+    assert [kernel[0] for kernel in launched.kernels] == [1, 2, 3, 4] * 3 + [1, 2, 5, 6] * 3
+    score, select, publish, merge = launched.kernels[4:8]
+    inputs = [step.index_q, step.index_k, step.block_table, step.seq_lens]
+    assert score[1:5] == [x.data_ptr() for x in inputs]
+    assert score[-1] == step.scores.data_ptr() == select[1]
+    message = select[-1]
+    slot = publish[4]
+    assert publish[1:3] == [message, comm.recv_bases.data_ptr()]
+    assert publish[-1] == comm.errors.data_ptr()
+    assert merge[1:4] == [comm.recv.data_ptr(), step.num_valid_pages.data_ptr(), slot]
+    assert ctypes.c_int32.from_address(slot).value == 1
+    assert step.output.data_ptr() in merge
+
+
+def test_decode_again_is_found_and_new_tensors_are_not(launched, monkeypatch):
+    plan = prepare()
+    step, comm = decode_step(plan, random_decode(LENGTHS, 2, 128)), plan.init_comm()
+    set_bases(plan, comm)
+
+    def call(step: Any, slot: int = 0) -> None:
+        plan.decode(*step, comm=comm, slot=slot, tagged=False, decode_query_len=2)
+
+    call(step)
+    checked = []
+    stock = plan._check_decode
+    monkeypatch.setattr(plan, "_check_decode", lambda *a: checked.append(a) or stock(*a))
+    call(step, slot=3)
+    assert not checked
+    assert launched.kernels[:4] == launched.kernels[4:]
+    other = step._replace(index_q=step.index_q.clone())
+    call(other)
+    assert len(checked) == 1
+    assert launched.kernels[8][1] == other.index_q.data_ptr()
+    step.index_q.set_(other.index_q)  # the same object elsewhere
+    call(step)
+    assert len(checked) == 2
+    assert launched.kernels[-4][1] == other.index_q.data_ptr()
+    comm.recv_bases[1] += 4096  # another peer
+    call(step)
+    assert len(checked) == 3
+
+
+def test_nothing_is_kept_alive(launched):
+    plan = prepare()
+    for form in ("one-sided", "collective"):
+        step, comm = decode_step(plan, random_decode(LENGTHS, 2, 128)), plan.init_comm()
+        if form == "one-sided":
+            set_bases(plan, comm)
+        plan.decode(*step, comm=comm, slot=0, tagged=True, decode_query_len=2)
+        owners = [weakref.ref(x) for x in (*step, comm)]
+        assert plan._route._calls._calls
+        del step, comm
+        gc.collect()
+        assert not any(owner() for owner in owners)
+        assert not plan._route._calls._calls
+
+
+def test_remembered_calls_are_bounded():
+    calls = RememberedCalls(3)
+    kept = [torch.zeros(1) for _ in range(10)]
+    for tensor in kept:
+        calls.remember((tensor, None), (), lambda: None)
+        assert len(calls._calls) <= 3
+    assert calls.find((kept[-1], None), ()) is not None
+    assert calls.find((kept[-1], None), (1,)) is None
+    kept[-1].resize_(1 << 16)
+    assert calls.find((kept[-1], None), ()) is None
+
+
+def test_a_reused_id_is_not_the_old_tensor():
+    calls, found = RememberedCalls(1 << 20), 0
+    for i in range(300):
+        tensor = torch.full((64,), i)
+        assert calls.find((tensor,), ()) is None
+        calls.remember((tensor,), (), lambda: None)
+        found += calls.find((tensor,), ()) is not None
+        del tensor
+    assert found == 300
+    assert not calls._calls
+
+
+# ---- the collective's torch operations ----
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+@pytest.mark.parametrize("slot", [0, 2])
+def test_the_exchange_leaves_the_storage_as_the_jax_package_does(launched, tagged, slot):
+    """Rows of a rank that hears itself only, over storage with rows left and counters at -1."""
+    plan = prepare()
+    step, comm = decode_step(plan, random_decode(LENGTHS, 2, 128)), plan.init_comm()
+    comm.recv[slot, 1, 0, 3, 32] = 1  # was never merged
+    comm.publish_generations[slot, :, :4] = -1
+    comm.publish_generations[slot, :, 4:] = 6
+    before = comm.publish_generations.numpy().copy()
+    plan.decode(*step, comm=comm, slot=slot, tagged=tagged, decode_query_len=2)
+    message = plan._route._buffers[(("scratch", 0, None), (4, 8, 33), torch.int32)]
+    message.copy_(torch.arange(message.numel(), dtype=torch.int32).view(message.shape))
+    message[..., -1] = 1
+    comm.publish_generations.copy_(torch.from_numpy(before))
+    comm.recv.zero_()
+    comm.recv[slot, 1, 0, 3, 32] = 1
+    plan.decode(*step, comm=comm, slot=slot, tagged=tagged, decode_query_len=2)
+
+    sent = jnp.asarray(message.numpy())
+    jax_comm = msa_icp_jax.MSAIcpComm.zeros(2, 32)
+    if tagged:
+        tags, counters = msa_icp_jax.ops.select.bump_generations(jnp.asarray(before), slot, 8)
+        rows = msa_icp_jax.rows.tag(sent, tags).reshape(2, 2, 8, 32, 2)
+        want = msa_icp_jax.comm.store_tagged(jax_comm.tagged_recv, slot, rows)
+        found = comm.tagged_recv.view(torch.int32).view(want.shape)
+        np.testing.assert_array_equal(comm.publish_generations.numpy(), np.asarray(counters))
+    else:
+        recv = jax_comm.recv.at[slot, 1, 0, 3, 32].set(1)
+        want = msa_icp_jax.comm.store_legacy(recv, slot, sent.reshape(2, 2, 8, 33))
+        found = comm.recv
+    np.testing.assert_array_equal(found.numpy(), np.asarray(want))
+
+
+# ---- prefill ----
+
+
+@pytest.mark.parametrize("tokens", [128, 97])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("precision", ["fast", "exact"])
+def test_prefill_is_bound_to_the_callers_memory(launched, tokens, fused, precision):
+    plan = prepare(4, 256, 1, precision=precision)
+    case = random_prefill(SEGMENTS, tokens, 256)
+    step = prefill_window(plan, case)
+    bounds = {"total_q": tokens, "max_query_len": tokens, "max_seq_len": 8192}
+    window_plan = plan.prefill_window_plan(*step.lengths, **bounds)
+    pool = torch.zeros(plan.prefill_pool_shape(), dtype=torch.uint8) if fused else None
+    plan.prefill_local(
+        step.query,
+        step.index_k,
+        step.block_table,
+        window_plan,
+        step.score_scratch,
+        step.num_valid_pages,
+        step.carrier,
+        pool,
+    )
+    assert len(launched.kernels) == 2
+    assert launched.kernels[1][-1] == step.carrier.data_ptr()
+    scorer = launched.kernels[0]
+    copies = tokens % 64 or precision == "exact"
+    assert (scorer[1] == step.query.data_ptr()) == (not copies)
+    if copies:
+        scratch = next(
+            x
+            for (name, *_), x in plan._route._buffers.items()
+            if isinstance(name, tuple) and x.data_ptr() == scorer[1]
+        )
+        assert scratch.dtype == (torch.float16 if precision == "exact" else torch.float8_e4m3fn)
+        used = step.query.numel()
+        flat = scratch.view(-1)[:used].float()
+        assert torch.equal(flat.nan_to_num(), step.query.view(-1).float().nan_to_num())
+        assert not scratch.view(-1)[used:].float().any()
+    if not fused:
+        assert scorer[-1] == step.score_scratch.data_ptr()
+    plan.prefill_merge(step.received, step.num_valid_pages, step.output)
+    assert launched.kernels[-1][1] == step.received.data_ptr()
+    assert step.output.data_ptr() in launched.kernels[-1]
+
+
+def test_a_window_without_segments(launched):
+    plan = prepare()
+    none = torch.zeros(0, dtype=torch.int32)
+    window_plan = plan.prefill_window_plan(
+        none, none, none, total_q=4, max_query_len=4, max_seq_len=128
+    )
+    query = torch.zeros((4, 4, 128), dtype=torch.float8_e4m3fn)
+    keys = torch.zeros((2, 64, 128), dtype=torch.float8_e4m3fn)
+    table = torch.zeros((0, 4), dtype=torch.int32)
+    counts = torch.zeros(4, dtype=torch.int32)
+    carrier = torch.full((4, 6, 33), 5, dtype=torch.int32)
+    plan.prefill_local(query, keys, table, window_plan, None, counts, carrier)
+    assert not launched.kernels
+    want = np.asarray(msa_icp_jax.rows.empty_rows(4, 4))
+    np.testing.assert_array_equal(carrier[:, :4].numpy(), want)
+    assert (carrier[:, 4:] == 5).all()
+    scores = torch.full((4, 4, 64), 5.0)
+    plan.prefill_local(query, keys, table, window_plan, scores, counts, carrier)
+    assert (scores == -torch.inf).all()
+    assert len(launched.kernels) == 1  # select
+
+
+def lengths_of(kind: str, rng: np.random.Generator) -> list[np.ndarray]:
+    segments = int(rng.integers(0, 9))
+    if kind == "hostile":
+        found = [rng.integers(-(2**31), 2**31, segments) for _ in range(3)]
+    elif kind == "ragged":
+        qo = rng.integers(0, 3, segments) * rng.integers(0, 150, segments)
+        found = [qo, rng.integers(0, 1 << 20, segments), rng.integers(0, 1 << 20, segments)]
+    else:
+        qo, offset = rng.integers(0, 200, segments), rng.integers(0, 4000, segments)
+        found = [qo, offset + qo, offset]
+    return [x.astype(np.int32) for x in found]
+
+
+@pytest.mark.parametrize("kind", ["legal", "ragged", "hostile"])
+def test_the_window_plan_is_that_of_the_jax_package_bit_for_bit(kind):
+    limits = {"max_num_batched_tokens": 8192, "max_num_seqs": 64, "max_model_len": 1 << 20}
+    plan = prepare(**limits)._jax_plan
+    hidden = window.hidden_keys(CPU)
+    rng = np.random.default_rng(0)
+    for total_q in (0, 1, 63, 64, 200, 513, 700):
+        lengths = lengths_of(kind, rng)
+        bounds = {
+            "total_q": total_q,
+            "max_query_len": int(rng.integers(0, total_q + 1)),
+            "max_seq_len": int(rng.integers(0, 1 << 20)),
+        }
+        want = plan.prefill_window_plan(*map(jnp.asarray, lengths), **bounds)
+        found = window.build(tuple(map(torch.from_numpy, lengths)), hidden, ctas=SMS, **bounds)
+        assert found.num_segments == want.num_segments
+        found_leaves, want_leaves = direct._leaves(found), jax.tree.leaves(want)
+        for mine, theirs in zip(found_leaves, want_leaves, strict=True):
+            mine = mine.view(torch.uint8) if mine.dtype == torch.float8_e4m3fn else mine
+            theirs = np.asarray(theirs)
+            theirs = theirs.view(np.uint8) if theirs.dtype.itemsize == 1 else theirs
+            assert mine.is_contiguous()
+            np.testing.assert_array_equal(mine.numpy(), theirs, strict=True)
+        for count in (None, 50):
+            np.testing.assert_array_equal(
+                found.num_valid_pages(count).numpy(),
+                np.asarray(want.num_valid_pages(count)),
+                strict=True,
+            )
+
+
+def test_window_plans_of_the_other_route_are_refused(launched):
+    plan = prepare()
+    case = random_prefill(SEGMENTS, 128, 128)
+    step = prefill_window(plan, case)
+    bounds = {"total_q": 128, "max_query_len": 128, "max_seq_len": 8192}
+    theirs = torch_inputs.prepare(2, 128, 0)
+    for mine, other in ((plan, theirs), (theirs, plan)):
+        with pytest.raises(TypeError, match=r"window_plan must come from this plan's"):
+            mine.prefill_local(
+                step.query,
+                step.index_k,
+                step.block_table,
+                other.prefill_window_plan(*step.lengths, **bounds),
+                step.score_scratch,
+                step.num_valid_pages,
+                step.carrier,
+            )
+
+
+# ---- capture and warmup ----
+
+
+@pytest.fixture
+def capturing(monkeypatch: Any) -> None:
+    monkeypatch.setattr(direct, "is_capturing", lambda device: True)
+
+
+def test_new_shapes_are_refused_inside_a_capture(launched, monkeypatch):
+    plan = prepare()
+    step, comm = decode_step(plan, random_decode(LENGTHS, 2, 128)), plan.init_comm()
+    set_bases(plan, comm)
+    plan.check_comm(comm)
+    monkeypatch.setattr(direct, "is_capturing", lambda device: True)
+    with pytest.raises(RuntimeError, match=r"before the capture, call warmup\(index_k"):
+        plan.decode(*step, comm=comm, slot=0, tagged=False, decode_query_len=2)
+    with pytest.raises(RuntimeError, match="warmup cannot be captured"):
+        plan.warmup()
+    assert not launched.kernels
+
+
+def test_a_new_comm_is_refused_inside_a_capture(launched, monkeypatch):
+    from msa_icp_torch import plan as plan_module
+
+    plan = prepare()
+    step, comm = decode_step(plan, random_decode(LENGTHS, 2, 128)), plan.init_comm()
+    set_bases(plan, comm)
+    monkeypatch.setattr(plan_module, "is_capturing", lambda device: True)
+    with pytest.raises(RuntimeError, match=r"check_comm\(comm\) before torch.cuda.graph"):
+        plan.decode(*step, comm=comm, slot=0, tagged=False, decode_query_len=2)
+
+
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_warmup_is_all_that_a_capture_needs(launched, monkeypatch, one_sided):
+    plan = prepare(max_num_batched_tokens=64, max_num_seqs=4)
+    case = random_decode(LENGTHS, 2, 128, width=16)
+    step, comm = decode_step(plan, case), plan.init_comm()
+    if one_sided:
+        set_bases(plan, comm)
+        plan.check_comm(comm)
+    plan.warmup(step.index_k, table_width=16, batch_sizes=[4], query_lens=[2])
+    ragged = prefill_window(
+        plan, random_prefill([(20, 0, 20)] * 3 + [(4, 0, 4)], 64, 128, width=16)
+    )
+    bounds = {"total_q": 64, "max_query_len": 64, "max_seq_len": 8192}
+    compiled = len(launched.compiled)
+    buffers = len(plan._route._buffers)
+    assert not launched.kernels
+    monkeypatch.setattr(direct, "is_capturing", lambda device: True)
+    for tagged in (False, True):
+        for slot in range(3):
+            plan.decode(*step, comm=comm, slot=slot, tagged=tagged, decode_query_len=2)
+    window_plan = plan.prefill_window_plan(*ragged.lengths, **bounds)
+    plan.prefill_local(
+        ragged.query,
+        step.index_k,
+        ragged.block_table,
+        window_plan,
+        ragged.score_scratch,
+        ragged.num_valid_pages,
+        ragged.carrier[:, :64].contiguous(),
+    )
+    received = ragged.received[:, :, :64].contiguous()
+    plan.prefill_merge(received, ragged.num_valid_pages, ragged.output)
+    assert len(launched.compiled) == compiled
+    assert len(plan._route._buffers) == buffers
+    assert len(launched.kernels) == (24 if one_sided else 18) + 3
+
+
+def test_unaligned_tensors_are_refused_by_name(launched):
+    plan = prepare()
+    step, comm = decode_step(plan, random_decode(LENGTHS, 2, 128)), plan.init_comm()
+    for name in ("index_q", "block_table", "seq_lens", "num_valid_pages", "scores", "output"):
+        tensor = getattr(step, name)
+        memory = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+        with pytest.raises(ValueError, match=f"^{name} must start at a multiple of 16 bytes"):
+            plan.decode(
+                *step._replace(**{name: memory}),
+                comm=comm,
+                slot=0,
+                tagged=False,
+                decode_query_len=2,
+            )
+    assert not launched.kernels
+
+
+def test_compound_pages_are_bound_by_their_base(launched):
+    plan = prepare(4, 128)
+    case = random_decode(LENGTHS, 2, 128)
+    view = torch_inputs.strided_keys(oracle.shard_cache(case.cache.keys, 4)[0], 352, 64)
+    step, comm = decode_step(plan, case, view), plan.init_comm()
+    plan.decode(*step, comm=comm, slot=0, tagged=False, decode_query_len=2)
+    assert launched.kernels[0][2] == view.data_ptr() - 64 * 128
+
+
+# ---- choice of the route ----
+
+
+@pytest.fixture
+def hopper(monkeypatch: Any) -> torch.device:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a Hopper GPU")
+    return torch.device("cuda", 0)
+
+
+def test_auto_is_direct_on_hopper(hopper, monkeypatch):
+    monkeypatch.setattr(launching, "unavailable", lambda: None)
+    for backend in ("auto", "mosaic"):
+        assert routes.choose_route("auto", backend, hopper) == "direct"
+        assert routes.choose_route("direct", backend, hopper) == "direct"
+        assert routes.choose_route("dlpack", backend, hopper) == "dlpack"
+    assert routes.choose_route("auto", "xla", hopper) == "dlpack"
+    assert routes.choose_route("auto", "mosaic", CPU) == "dlpack"
+    with pytest.raises(ValueError, match='where backend is "xla"'):
+        routes.choose_route("direct", "xla", hopper)
+
+
+def test_hopper_without_the_symbols_falls_back_with_one_warning(hopper, monkeypatch):
+    monkeypatch.setattr(launching, "unavailable", lambda: "its symbols moved")
+    routes._warn_dlpack.cache_clear()
+    with pytest.warns(RuntimeWarning, match="dlpack route runs instead .* its symbols moved"):
+        assert routes.choose_route("auto", "auto", hopper) == "dlpack"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert routes.choose_route("auto", "auto", hopper) == "dlpack"
+    with pytest.raises(RuntimeError, match="no direct route here: its symbols moved"):
+        routes.choose_route("direct", "auto", hopper)
+
+
+def test_another_gpu_takes_dlpack(hopper, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert routes.choose_route("auto", "auto", hopper) == "dlpack"
+    with pytest.raises(ValueError, match='"direct" is Hopper\'s'):
+        routes.choose_route("direct", "auto", hopper)
+
+
+def test_another_jaxlib_is_not_trusted(monkeypatch):
+    monkeypatch.setattr(launching.jaxlib, "__version__", "0.14.1")
+    assert "jaxlib 0.14.1 may have other C symbols" in (launching.unavailable() or "")
+
+
+def test_without_a_plugin_there_is_no_direct_route(monkeypatch):
+    monkeypatch.setattr(launching, "_folder", lambda module: None)
+    launching._plugin.cache_clear()
+    assert "no CUDA plugin of JAX is installed" in (launching.unavailable() or "")
+    launching._plugin.cache_clear()
