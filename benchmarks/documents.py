@@ -100,6 +100,7 @@ def performance() -> str:
         _prefill_table(figures),
         _stage_table(figures),
         *_fit_sentences(model.fits(Figures(SWEEP).rows)),
+        *_peer_sentences(figures),
         *_absent(figures),
     ]
     return "\n" + "\n\n".join(paragraphs) + "\n\n"
@@ -227,6 +228,17 @@ def _stage_table(figures: Figures) -> str:
             name = f"{row['case']}, {row['backend']}"
             lines.append((row["stage"], name, figures.with_spread(*key)))
     return _table(("stage alone", "case", "us"), lines)
+
+
+def _peer_sentences(figures: Figures) -> list[str]:
+    names = ", ".join(_peers(figures))
+    if not names:
+        return []
+    return [
+        f"What a peer ({names}) computes is not quite the same: it knows no shards, so it gets a "
+        "rank's share of each request's keys as a context of its own. It reads the same bytes, "
+        "writes W times fewer scores, and makes no candidate rows."
+    ]
 
 
 def _absent(figures: Figures) -> list[str]:

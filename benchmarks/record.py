@@ -20,7 +20,8 @@ from benchmarks import results
 
 _LEAST_SECONDS = 30  # worth starting a part with
 _GRACE_SECONDS = 25  # past its budget, after which a part is ended: more than it gives itself
-_BASELINES = ("xla", "torch", "torch_compile", "flashinfer", "vllm")
+_BASELINES = ("xla", "torch", "torch_compile")
+_PEERS = ("flashinfer", "vllm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,7 @@ def parts() -> list[Part]:
         Part("host", ("-m", "benchmarks.host"), 0.2, _unless_there("benchmarks.host")),
         Part("exchange", (*torchrun, "-m", "benchmarks.exchange"), 0.5, several),
         Part("sweep", (*benchmarks, "sweep"), 0.5, suffix="-sweep"),
+        Part("peers", (*benchmarks, "--backends", *_PEERS), 0.3),
         Part("baselines", (*benchmarks, "--backends", *_BASELINES), 1.0),
     ]
 

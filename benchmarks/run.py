@@ -185,6 +185,10 @@ class Runner:
     def run(self) -> int:
         """Runs everything; 0, or 1 when an item failed."""
         wanted = self.wanted
+        if not wanted and self._absent():
+            results.save(self.out, [], self._absent())
+            self._summary()
+            return 0
         if not wanted:
             print("benchmarks: nothing matches")
             return 2

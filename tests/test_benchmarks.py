@@ -743,6 +743,16 @@ def test_out_of_time_is_said(tmp_path):
     assert results.load(out) == []
 
 
+def test_only_what_is_absent_was_asked_for(tmp_path):
+    from benchmarks import run as bench
+
+    options = bench.Options(backends=("vllm",), out=tmp_path / "r.json")
+    machine = bench.Machine()
+    machine.baselines, machine.absent = {}, {"vllm": "not here", "torch": "not here either"}
+    assert bench.Runner(options, machine, bench.items(options, machine)).run() == 0
+    assert results.absent(options.out) == {"vllm": "not here"}
+
+
 def test_a_failing_peer_is_absent_with_its_reason(tmp_path, monkeypatch):
     from benchmarks import run as bench
     from benchmarks.baselines import Baseline
