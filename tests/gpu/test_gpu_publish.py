@@ -1,4 +1,7 @@
-"""The one-sided exchange on one GPU: W ranks with a receive storage each, in one process."""
+"""The one-sided exchange on one GPU: W ranks with a receive storage each.
+
+All ranks in one process, and a process a rank.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed (extra torch)")
 
 import one_sided  # noqa: E402
+import one_sided_process  # noqa: E402
 import oracle  # noqa: E402
 from one_sided import FORMS, Rank  # noqa: E402
 
@@ -302,3 +306,26 @@ def test_what_lies_in_the_storage(form, world_size):
             found = rank.recv[step, :, :, :TOKENS].cpu().numpy()
             np.testing.assert_array_equal(found, want)
         assert not rank.recv[:, :, :, TOKENS:].any()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_process_for_each_rank(world_size):
+    """The processes take turns on the GPU, so a step takes milliseconds; nothing is timed."""
+    context = torch.multiprocessing.get_context("spawn")
+    mailboxes = [context.Queue() for _ in range(world_size)]
+    barrier, said = context.Barrier(world_size), context.Queue()
+    processes = [
+        context.Process(
+            target=one_sided_process.main, args=(rank, world_size, mailboxes, barrier, said)
+        )
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        results = dict(said.get(timeout=150) for _ in processes)
+        assert results == dict.fromkeys(range(world_size), "right")
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
