@@ -24,6 +24,7 @@ from msa_icp_jax.geometry import NUM_HEADS
 from msa_icp_jax.ops._mosaic import lanes, peer_memory
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, where
 from msa_icp_jax.ops._mosaic.launch import CTA, Target, launch, writable, written
+from msa_icp_jax.ops._mosaic.work_balance import load_fresh
 from msa_icp_jax.rows import READY, ROW_WORDS, TAGGED_WORDS
 
 _WARP, _WARPS = 32, 4
@@ -77,7 +78,8 @@ def publish_rows(
       recv_bases: int32 [W, 2], device addresses (low, high) of the owners' storage, an int32
         [3, W, hpr, C, 33] each.
       errors: int32 [1], grown by one per row that was not sent since its flag stayed up.
-      rank: this rank, an int or a traced int32 scalar.
+      rank: this rank, an int or a traced int32 scalar. It and the addresses are the same in every
+        call.
       slot: running count of calls, likewise; the slot is this mod 3.
       capacity: C >= T.
       spin_limit: looks at a flag before its row is given up.
@@ -190,7 +192,7 @@ def _in_lanes(piece: Any, facts: Publish, *refs: Any) -> None:
     def run(_: Any, *arguments: Any) -> None:
         *refs, token = arguments
         rows, bases, rank, slot, counters, shared = (Words.of(ref) for ref in refs)
-        row = _Row(facts, bases, rank.load(), slot.load(), lanes.scalar(token))
+        row = _Row(facts, bases, rank.load(), load_fresh(slot), lanes.scalar(token))
         piece(row, rows, counters, shared)
 
     run(*refs, lax.axis_index(CTA))
