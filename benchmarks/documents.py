@@ -17,6 +17,7 @@ from benchmarks.results import Row
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "h200.json"
 SWEEP = RESULTS.with_name("h200-sweep.json")
+PAIR = RESULTS.with_name("h200-x2.json")  # two of them
 _NONE = "-"
 _NAMES = {"xla": "XLA", "torch": "torch", "torch_compile": "torch.compile"}
 _TRANSPORTS = {
@@ -100,6 +101,7 @@ def performance() -> str:
         _prefill_table(figures),
         _stage_table(figures),
         *_fit_sentences(model.fits(Figures(SWEEP).rows)),
+        *_exchange_sentences(Figures(PAIR)),
         *_peer_sentences(figures),
         *_absent(figures),
     ]
@@ -126,13 +128,13 @@ def scaling() -> str:
 
 def exchange() -> str:
     """docs/scaling.md: the exchange between GPUs."""
-    figures = Figures(RESULTS)
+    figures = Figures(PAIR)
     rows = [row for row in figures.rows if row["backend"] in _TRANSPORTS]
     if not rows:
         return "\nNot measured yet.\n\n"
     lines = []
-    for stage, case in dict.fromkeys((row["stage"], row["case"]) for row in rows):
-        if not stage.endswith("-eager"):
+    for stage in ("exchange", "chain"):
+        for case in dict.fromkeys(row["case"] for row in rows if row["stage"] == stage):
             keys = [(case, stage, backend, "exact") for backend in _TRANSPORTS]
             lines.append((stage, _named(case), *(figures.us(*key) for key in keys)))
     head = ("stage", "case", *_TRANSPORTS.values())
@@ -241,11 +243,27 @@ def _peer_sentences(figures: Figures) -> list[str]:
     ]
 
 
-def _absent(figures: Figures) -> list[str]:
-    if not figures.absent:
+def _exchange_sentences(pair: Figures) -> list[str]:
+    case = DECODE[2]
+    alone, nccl, stores = (
+        pair.us(case.name, "exchange", name, "exact")
+        for name in ("none", "nccl", "one-sided-tagged")
+    )
+    if _NONE in (alone, nccl, stores):
         return []
-    said = "; ".join(f"{name} ({reason})" for name, reason in figures.absent.items())
-    return [f"Not measured: {said}."]
+    return [
+        f"Between two GPUs of one host, {describe(case)}: from candidate rows to ids {nccl} us "
+        f"through NCCL, {stores} us through one-sided stores, of which the merge alone is {alone} "
+        "us ([docs/scaling.md](docs/scaling.md))."
+    ]
+
+
+def _absent(figures: Figures) -> list[str]:
+    elsewhere = {row["stage"] for row in Figures(PAIR).rows}
+    missing = {name: why for name, why in figures.absent.items() if name not in elsewhere}
+    if not missing:
+        return []
+    return ["Not measured: " + "; ".join(f"{name} ({why})" for name, why in missing.items()) + "."]
 
 
 def _fit_sentences(fits: Sequence[model.Fit]) -> list[str]:

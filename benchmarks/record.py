@@ -47,14 +47,16 @@ def parts() -> list[Part]:
     """All parts, the most wanted first."""
     benchmarks = ("-m", "benchmarks")
     gpus = _gpus()
-    several = None if gpus > 1 else f"it takes two GPUs, there is {gpus or 'none'}"
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(4 if gpus >= 4 else 2))
+    few = None if gpus > 1 else f"it takes two GPUs, there is {gpus or 'none'}"
+    ranks = "4" if gpus >= 4 else "2"
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", ranks)
+    exchange = (*torchrun, "-m", "benchmarks.exchange")
     return [
-        Part("kernels", (*benchmarks, "--backends", "mosaic"), 0.5),
+        Part("kernels", (*benchmarks, "--backends", "mosaic"), 0.6),
         Part("host", ("-m", "benchmarks.host"), 0.2, _unless_there("benchmarks.host")),
-        Part("exchange", (*torchrun, "-m", "benchmarks.exchange"), 0.5, several),
-        Part("sweep", (*benchmarks, "sweep"), 0.5, suffix="-sweep"),
-        Part("peers", (*benchmarks, "--backends", *_PEERS), 0.3),
+        Part("exchange", exchange, 0.5, few, suffix=f"-x{ranks}"),
+        Part("sweep", (*benchmarks, "sweep"), 0.4, suffix="-sweep"),
+        Part("peers", (*benchmarks, "--backends", *_PEERS), 0.4),
         Part("baselines", (*benchmarks, "--backends", *_BASELINES), 1.0),
     ]
 
