@@ -47,12 +47,13 @@ def parts() -> list[Part]:
     """All parts, the most wanted first."""
     benchmarks = ("-m", "benchmarks")
     gpus = _gpus()
+    none = None if gpus else "it takes a GPU"
     few = None if gpus > 1 else f"it takes two GPUs, there is {gpus or 'none'}"
     ranks = "4" if gpus >= 4 else "2"
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", ranks)
     exchange = (*torchrun, "-m", "benchmarks.exchange")
     return [
-        Part("kernels", (*benchmarks, "--backends", "mosaic"), 0.6),
+        Part("kernels", (*benchmarks, "--backends", "mosaic"), 0.6, none),
         Part("host", ("-m", "benchmarks.host"), 0.2, _unless_there("benchmarks.host")),
         Part("exchange", exchange, 0.5, few, suffix=f"-x{ranks}"),
         Part("sweep", (*benchmarks, "sweep"), 0.4, suffix="-sweep"),
