@@ -265,6 +265,7 @@ class DirectRoute:
         table_width: int | None,
         batch_sizes: Sequence[int] | None,
         query_lens: Sequence[int] | None,
+        prefill: bool,
     ) -> None:
         """See `MSAIcpIndexerPlan.warmup`."""
         if is_capturing(self._device):
@@ -276,7 +277,8 @@ class DirectRoute:
         with self._stream.device(), direct.on_cpu():
             for requests, length in decode_shapes(geometry, batch_sizes, query_lens):
                 self._warm_decode(requests, length, index_k, width)
-            self._warm_prefill(index_k, width)
+            if prefill:
+                self._warm_prefill(index_k, width)
 
     def _warm_decode(
         self, requests: int, query_len: int, index_k: torch.Tensor | None, width: int

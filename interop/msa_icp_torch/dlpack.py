@@ -132,6 +132,7 @@ class DlpackRoute:
         table_width: int | None,
         batch_sizes: Sequence[int] | None,
         query_lens: Sequence[int] | None,
+        prefill: bool,
     ) -> None:
         """See `MSAIcpIndexerPlan.warmup`."""
         shape, scorer_plan = None, self._plan
@@ -148,7 +149,8 @@ class DlpackRoute:
                 table_width,
             )
             programs_of.decode(batch_sizes, query_lens)
-            programs_of.prefill()
+            if prefill:
+                programs_of.prefill()
 
     # ---- decode, on both sides of the exchange ----
 

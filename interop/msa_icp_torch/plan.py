@@ -384,6 +384,7 @@ class MSAIcpIndexerPlan:
         table_width: int | None = None,
         batch_sizes: Sequence[int] | None = None,
         query_lens: Sequence[int] | None = None,
+        prefill: bool = True,
     ) -> None:
         """Compiles and loads programs, so that no first call does; call it before serving.
 
@@ -397,6 +398,7 @@ class MSAIcpIndexerPlan:
           batch_sizes: request counts of decode; None: max_num_seqs, as far as max_decode_tokens
             allows.
           query_lens: decode query lengths; None: 1 and max_decode_query_len.
+          prefill: compile for a full prefill window too.
 
         Raises:
           TypeError, ValueError: an argument is outside the plan's limits.
@@ -405,7 +407,8 @@ class MSAIcpIndexerPlan:
         self._route.begin("warmup")
         if index_k is not None:
             self._arguments.index_k(index_k)
-        self._route.warmup(index_k, table_width, batch_sizes, query_lens)
+        checks.flag("prefill", prefill)
+        self._route.warmup(index_k, table_width, batch_sizes, query_lens, prefill)
 
     def decode_score_shape(self) -> tuple[int, int, int]:
         """(max_decode_tokens, 4, columns): the decode score plane, float32."""

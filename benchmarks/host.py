@@ -1,0 +1,280 @@
+"""What a decode costs the host, from torch: `python -m benchmarks.host`.
+
+Two ranks share this GPU, a stream each, with the one-sided exchange between them; calls are issued
+in turn and counted one by one. Rounds are short enough for the queue of launches never to fill, so
+what is timed is the host's work alone. The kernels' answers are checked.
+
+  torch-op                    `torch.add(a, b, out=c)`, the yardstick
+  decode-direct-eager         a decode on the direct route, on the tensors of earlier calls
+  decode-direct-eager-fresh   the same with query tensors that the plan has not seen
+  decode-direct-graph         one decode of a captured graph of several
+  decode-dlpack-eager         a decode on the dlpack route, a copy in the collective's place
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+
+from benchmarks import results, roofline
+from benchmarks.run import Machine, _commit
+from benchmarks.timing import Times
+
+# A bare checkout has the package beside this one; an installed one comes first.
+sys.path.append(str(Path(__file__).parents[1] / "interop"))
+
+RANKS, PAGE_SIZE = 2, 128
+REQUESTS, CONTEXT, PAGES = 8, 8192, 512
+INIT_BLOCKS, LOCAL_BLOCKS, TOPK = 1, 1, 16
+GRAPH_DECODES = 12
+_ROUNDS, _CALLS = 50, 20
+
+
+def measure() -> Iterator[tuple[str, str, Times]]:
+    """(case, backend, times) of every case; needs a Hopper GPU that torch sees."""
+    import torch
+
+    yield "torch-op", "torch", _torch_op(torch)
+    ranks = _Ranks(torch, "direct")
+    ranks.connect()
+    yield "decode-direct-eager", "mosaic", ranks.eager(fresh=False)
+    yield "decode-direct-eager-fresh", "mosaic", ranks.eager(fresh=True)
+    yield "decode-direct-graph", "mosaic", ranks.graph()
+    with mock.patch.multiple(
+        "msa_icp_torch.exchange",
+        check_group=lambda *_: None,
+        all_to_all=lambda received, message, _: received.copy_(message),
+    ):
+        yield "decode-dlpack-eager", "mosaic", _Ranks(torch, "dlpack").eager(fresh=False)
+
+
+def _torch_op(torch: Any) -> Times:
+    a, b, c = torch.ones(3, 1024, device="cuda")
+    return _times(lambda _: torch.add(a, b, out=c), torch.cuda.synchronize, 1)
+
+
+class _Ranks:
+    """The ranks' plans and tensors."""
+
+    def __init__(self, torch: Any, route: str) -> None:
+        import msa_icp_torch
+
+        self._torch = torch
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device
+        self._plans = [
+            msa_icp_torch.prepare_msa_icp_indexer(
+                world_size=RANKS,
+                rank=rank,
+                num_index_heads=4,
+                page_size=PAGE_SIZE,
+                init_blocks=INIT_BLOCKS,
+                local_blocks=LOCAL_BLOCKS,
+                max_decode_tokens=REQUESTS,
+                max_decode_query_len=1,
+                max_num_batched_tokens=REQUESTS,
+                max_num_seqs=REQUESTS,
+                max_model_len=CONTEXT,
+                num_sparse_layers=3,
+                device=device,
+                backend="mosaic",
+                route=route,
+            )
+            for rank in range(RANKS)
+        ]
+        self._comms = [plan.init_comm() for plan in self._plans]
+        self._streams = [torch.cuda.Stream() for _ in self._plans]
+        self._calls = 0
+        rng = np.random.default_rng(0)
+        self._keys = self._small(rng, PAGES, PAGE_SIZE, 128)
+        self._query = self._small(rng, REQUESTS, 4, 128)
+        table = rng.permutation(PAGES).astype(np.int32).reshape(REQUESTS, -1)
+        self._table = torch.from_numpy(table).to(device)
+        self._lens = torch.full((REQUESTS,), CONTEXT, dtype=torch.int32, device=device)
+        self._counts = torch.full_like(self._lens, CONTEXT // 128)
+        self._steps = [self._step(plan) for plan in self._plans]
+        for plan, step in zip(self._plans, self._steps, strict=True):
+            plan.warmup(
+                step[1], table_width=self._table.shape[1], batch_sizes=[REQUESTS], prefill=False
+            )
+
+    def _small(self, rng: np.random.Generator, *shape: int) -> Any:
+        """Integers whose products and sums are exact, so that every way gives the same scores."""
+        values = self._torch.from_numpy(rng.integers(-3, 4, shape).astype(np.float32))
+        return values.to(self._device, self._torch.float8_e4m3fn)
+
+    def _step(self, plan: Any) -> list[Any]:
+        rows = PAGE_SIZE // RANKS
+        keys = self._keys[:, plan.rank * rows : (plan.rank + 1) * rows].contiguous()
+        scores = self._torch.empty(plan.decode_score_shape(), device=self._device)
+        output = self._torch.zeros(
+            (REQUESTS, 4 // RANKS, TOPK), dtype=self._torch.int32, device=self._device
+        )
+        return [self._query, keys, self._table, self._lens, self._counts, scores, output]
+
+    def connect(self) -> None:
+        """Gives every rank the addresses of all ranks' storage: the one-sided exchange."""
+        addresses = [comm.tagged_recv.data_ptr() for comm in self._comms]
+        for plan, comm in zip(self._plans, self._comms, strict=True):
+            comm.tagged_recv_bases.copy_(self._torch.tensor(addresses))
+            plan.check_comm(comm)
+
+    def eager(self, *, fresh: bool) -> Times:
+        """A call of every rank; `fresh` brings a query tensor of its own to every call."""
+        queries = [self._query.clone() for _ in range(_CALLS)] if fresh else [self._query] * _CALLS
+
+        def call(number: int) -> None:
+            for rank, stream in enumerate(self._streams):
+                with self._torch.cuda.stream(stream):
+                    self._decode(rank, self._calls, queries[number])
+            self._calls += 1
+
+        call(0)
+        self._torch.cuda.synchronize()
+        self._check_scores()
+        if self._plans[0].route == "direct":  # without an exchange there is no answer
+            self._check()
+        overhead = _times(self._switch_streams, self._torch.cuda.synchronize, RANKS)
+        found = _times(call, self._torch.cuda.synchronize, RANKS)
+        return Times(tuple(x - overhead.median for x in found.us), found.method)
+
+    def graph(self) -> Times:
+        """A replay of every rank's graph, divided by its decodes."""
+        graphs = [self._torch.cuda.CUDAGraph() for _ in self._plans]
+        for rank, (graph, stream) in enumerate(zip(graphs, self._streams, strict=True)):
+            with self._torch.cuda.graph(graph, stream=stream):
+                for layer in range(GRAPH_DECODES):
+                    self._decode(rank, self._calls + layer, self._query)
+
+        def replay(_: int) -> None:
+            for graph, stream in zip(graphs, self._streams, strict=True):
+                with self._torch.cuda.stream(stream):
+                    graph.replay()
+
+        for step in self._steps:
+            step[-1].zero_()
+        self._torch.cuda.synchronize()
+        replay(0)
+        self._torch.cuda.synchronize()
+        self._check()
+        return _times(replay, self._torch.cuda.synchronize, RANKS * GRAPH_DECODES)
+
+    def _switch_streams(self, _: int) -> None:
+        for stream in self._streams:
+            with self._torch.cuda.stream(stream):
+                pass
+
+    def _decode(self, rank: int, slot: int, query: Any) -> None:
+        self._plans[rank].decode(
+            query,
+            *self._steps[rank][1:],
+            comm=self._comms[rank],
+            slot=slot,
+            tagged=True,
+            decode_query_len=1,
+        )
+
+    def _scores(self, rows: slice) -> Any:
+        """The largest product of every block's rows [B, 4, blocks]."""
+        pages = self._keys[:, rows].float()[self._table.long()]
+        return self._torch.einsum("bhd,bprd->bhpr", self._query.float(), pages).amax(-1)
+
+    def _check_scores(self) -> None:
+        """Raises unless both ranks' score planes are right."""
+        rows = PAGE_SIZE // RANKS
+        for rank, step in enumerate(self._steps):
+            want = self._scores(slice(rank * rows, (rank + 1) * rows))
+            if not self._torch.equal(step[-2][..., : want.shape[-1]], want):
+                raise RuntimeError(f"rank {rank} scored otherwise")
+
+    def _check(self) -> None:
+        """Raises unless both ranks chose what one rank with all keys chooses."""
+        torch, scores = self._torch, self._scores(slice(None))
+        scores[..., :INIT_BLOCKS] = torch.inf
+        scores[..., -LOCAL_BLOCKS:] = torch.inf
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :TOPK]
+        want = best.sort(dim=-1).values.to(torch.int32)
+        found = torch.cat([step[-1] for step in self._steps], dim=1)
+        faults = [comm.errors.item() for comm in self._comms]
+        if any(faults) or not torch.equal(found, want):
+            raise RuntimeError(f"the ranks chose other blocks, or counted faults: {faults}")
+
+
+def _times(call: Callable[[int], Any], synchronize: Callable[[], Any], each: int) -> Times:
+    """Host microseconds of `_ROUNDS` rounds of calls that count `each`-fold."""
+    for number in range(_CALLS):
+        call(number)
+    found = []
+    for _ in range(_ROUNDS):
+        synchronize()
+        start = time.perf_counter()
+        for number in range(_CALLS):
+            call(number)
+        found.append((time.perf_counter() - start) * 1e6 / (_CALLS * each))
+    synchronize()
+    return Times(tuple(found), "host")
+
+
+def host_rows(machine: Machine, commit: str | None, seconds: float) -> Iterator[results.Row]:
+    """Rows of the stage "host", as they are measured; stops when the time is up."""
+    end = time.monotonic() + seconds
+    ceilings = roofline.measure(machine.torch)
+    for case, backend, times in measure():
+        yield {
+            "case": case,
+            "stage": "host",
+            "backend": backend,
+            "precision": "exact",
+            "median_us": round(times.median, 3),
+            "floor_us": None,
+            "spread_us": [round(x, 3) for x in times.spread],
+            "checked": True,
+            "device": machine.device,
+            "driver": machine.driver,
+            "jax": jax.__version__,
+            "torch": machine.torch_version,
+            "commit": commit or _commit(),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "read_tbps": round(ceilings.read_tbps, 4),
+            "fp8_tflops": ceilings.fp8_tflops and round(ceilings.fp8_tflops, 1),
+            "timing": times.method,
+        }
+        if time.monotonic() > end:
+            return
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
+    parser.add_argument("--out", type=Path, help="result file; default: only print")
+    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
+    parser.add_argument("--budget-seconds", type=float, default=120.0)
+    parsed = parser.parse_args(arguments)
+    if importlib.util.find_spec("torch"):
+        import msa_icp_torch  # noqa: F401  (before JAX takes the GPU's memory)
+    machine = Machine()
+    if machine.torch is None or not machine.mosaic:
+        reason = "it takes a Hopper GPU that JAX and torch see"
+        print(f"absent: {reason}")
+        if parsed.out:
+            results.save(parsed.out, [], {"host": reason})
+        return 0
+    for row in host_rows(machine, parsed.commit, parsed.budget_seconds):
+        low, high = row["spread_us"]
+        print(f"{row['case']}: {row['median_us']} us ({low} to {high})", flush=True)
+        if parsed.out:
+            results.save(parsed.out, [row])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
