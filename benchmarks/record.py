@@ -8,8 +8,11 @@ What a part needs and the machine has not is written into the file as absent.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -107,10 +110,20 @@ def _run(part: Part, command: Sequence[str], seconds: float) -> str:
         return f"left out, {max(0, seconds):.0f} s left for it"
     print(f"record: {part.name}, at most {seconds:.0f} s", flush=True)
     budget = ["--budget-seconds", f"{seconds:.0f}"]
-    try:
-        done = subprocess.run(
-            [sys.executable, *command, *budget], timeout=seconds + _GRACE_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
+    status = _execute([sys.executable, *command, *budget], seconds + _GRACE_SECONDS)
+    if status is None:
         return f"ended after {seconds + _GRACE_SECONDS:.0f} s"
-    return "done" if done.returncode == 0 else f"exit status {done.returncode}"
+    return "done" if status == 0 else f"exit status {status}"
+
+
+def _execute(command: Sequence[str], seconds: float) -> int | None:
+    """Runs a command; its exit status, or None if it had to be ended with all it started."""
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # usually nothing is left of it
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -618,15 +619,12 @@ def recorded(monkeypatch, tmp_path, capsys):
     def run(budget, gpus=1, outcomes=()):
         left, calls = list(outcomes), []
 
-        def fake_run(command, *, timeout, check):
-            calls.append((command[1:], timeout))
-            outcome = left.pop(0) if left else 0
-            if isinstance(outcome, Exception):
-                raise outcome
-            return subprocess.CompletedProcess(command, outcome)
+        def execute(command, seconds):
+            calls.append((command[1:], seconds))
+            return left.pop(0) if left else 0
 
         monkeypatch.setattr(record, "_gpus", lambda: gpus)
-        monkeypatch.setattr(record.subprocess, "run", fake_run)
+        monkeypatch.setattr(record, "_execute", execute)
         arguments = ["--out", str(tmp_path / "h200.json"), "--budget-seconds", str(budget)]
         status = main(["record", *arguments, "--commit", "abc"])
         return status, capsys.readouterr().out, calls
@@ -636,7 +634,7 @@ def recorded(monkeypatch, tmp_path, capsys):
 
 def test_record_runs_every_part_whatever_becomes_of_one(recorded):
     """One fails, one hangs."""
-    status, said, calls = recorded(200, outcomes=[1, subprocess.TimeoutExpired("x", 1)])
+    status, said, calls = recorded(200, outcomes=[1, None])
     assert status == 1
     names = [part.name for part in record.parts() if not part.absent]
     assert len(calls) == len(names) > 2
@@ -646,6 +644,28 @@ def test_record_runs_every_part_whatever_becomes_of_one(recorded):
         assert command[-4:-1] == ["--commit", "abc", "--budget-seconds"]
         assert float(command[-1]) + record._GRACE_SECONDS == pytest.approx(timeout, abs=1)
         assert timeout <= 200
+
+
+def test_what_a_part_started_ends_with_it(tmp_path):
+    start = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {!r}])"
+    child = "import time; time.sleep(60)"
+    report = f"; open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid))"
+    for end, status in (("; sys.exit(3)", 3), ("; p.wait()", None)):
+        code = start.format(child) + report + end
+        assert record._execute([sys.executable, "-c", code], 5) == status
+        pid = int((tmp_path / "pid").read_text())
+        deadline = time.monotonic() + 10
+        while _runs(pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def _runs(pid):
+    """Whether a process runs; one that ended and that nobody waits for does not."""
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
 
 
 def test_record_saves_the_sweep_beside_the_rest(recorded, tmp_path):
