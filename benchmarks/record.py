@@ -59,7 +59,7 @@ def parts() -> list[Part]:
         Part("kernels", (*benchmarks, "--backends", "mosaic"), 0.6, none),
         Part("host", ("-m", "benchmarks.host"), 0.2, _unless_there("benchmarks.host")),
         Part("exchange", exchange, 0.5, few, suffix=f"-x{ranks}"),
-        Part("sweep", (*benchmarks, "sweep"), 0.4, suffix="-sweep"),
+        Part("sweep", (*benchmarks, "sweep"), 0.35, suffix="-sweep"),
         Part("peers", (*benchmarks, "--backends", *_PEERS), 0.4),
         Part("baselines", (*benchmarks, "--backends", *_BASELINES), 1.0),
     ]
