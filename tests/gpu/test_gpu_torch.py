@@ -15,7 +15,6 @@ from torch_inputs import decode_step, prefill_local, prefill_window  # noqa: E40
 
 from msa_icp_torch import exchange  # noqa: E402
 
-
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +35,7 @@ from msa_icp_torch import exchange  # noqa: E402
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
 
+ROOT = Path(__file__).resolve().parents[2]
 GPU = torch.device("cuda", 0)
 LENGTHS = [300, 0, 4000, 1]
 SEGMENTS = [(40, 260, 300), (0, 0, 0), (57, 0, 57)]
@@ -445,3 +450,53 @@ def test_a_captured_prefill_replays_with_new_data():
         graph.replay()
         torch.cuda.synchronize()
         np.testing.assert_array_equal(window.carrier[:, :128].cpu().numpy(), case.rows(plan, 1))
+
+
+# ---- two libraries on one GPU ----
+
+PEACE = """
+import numpy as np
+from jax._src import xla_bridge
+import torch_inputs
+from chains import check_output, make_plan, random_decode
+from torch_inputs import Group, decode_step, outputs
+
+free = torch.cuda.mem_get_info()[0]
+from msa_icp_torch import exchange
+exchange.check_group = lambda *_: None
+exchange.all_to_all = lambda received, message, group: received.copy_(message)
+
+def decode(route):
+    plan = torch_inputs.prepare(
+        2, 128, 0, device=torch.device("cuda", 0), backend="auto", precision="exact", route=route
+    )
+    step, comm = decode_step(plan, random_decode([300, 0, 4000, 1], 2, 128)), plan.init_comm()
+    plan.decode(*step, comm=comm, slot=0, tagged=True, decode_query_len=2)
+    torch.cuda.synchronize()
+    assert comm.errors.item() == 0
+    return step.output
+
+first = decode("direct")
+assert not xla_bridge.backends_are_initialized(), "lowering left a backend behind"
+assert free - torch.cuda.mem_get_info()[0] < 1 << 30
+assert jax.devices()[0].platform == "gpu", "JAX is not what it was"
+assert torch.equal(decode("dlpack"), first)
+assert torch.equal(decode("direct"), first), "lowered where a backend is up"
+assert free - torch.cuda.mem_get_info()[0] < 4 << 30
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("imports", ["import torch, jax\n", "import jax, torch\n"])
+def test_the_gpu_is_left_to_torch(imports):
+    """No client of JAX's for direct launches, and no memory taken ahead for either route."""
+    folders = [ROOT, ROOT / "interop", ROOT / "tests", *os.environ.get("PYTHONPATH", "").split(":")]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("XLA_")}
+    done = subprocess.run(
+        [sys.executable, "-c", imports + PEACE],
+        env=environment | {"PYTHONPATH": os.pathsep.join(map(str, folders))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.strip() == "fine", done.stderr[-3000:]
