@@ -34,7 +34,7 @@ from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, round_up
 
 _WORD_BYTES = 4
 _TAGGED_ALIGNMENT = 16  # bytes
-_SLOT_MARK = 0x55555555  # a third of all int32: no two slots' marked flags or tags are near
+SLOT_MARK = 0x55555555  # a third of all int32: no two slots' marked flags or tags are near
 
 
 class MSAIcpCommLayout(dict[str, Any]):
@@ -169,16 +169,19 @@ def exchange_in_slot(message: jax.Array, slot: Any, axis_name: str) -> jax.Array
     A rank that is a call ahead or behind sends rows that look right in every other way. Its slot is
     not ours, so they arrive with a flag, or tags, that the merge reports as a fault.
     """
-    return _mark(exchange(_mark(message, slot, 1), axis_name), slot, -1)
+    return mark_slot(exchange(mark_slot(message, slot, 1), axis_name), slot, -1)
 
 
-def _mark(sent: jax.Array, slot: Any, sign: int) -> jax.Array:
-    """Adds the slot's mark to the flag of legacy rows, the generations of tagged ones."""
+def mark_slot(sent: jax.Array, slot: Any, sign: int) -> jax.Array:
+    """Adds the slot's mark to the flag of legacy rows, the generations of tagged ones.
+
+    `sign` is 1 before the exchange and -1 behind it.
+    """
     if isinstance(slot, int) and slot == 0:
         return sent
     words = sent.shape[-1]
     last = jnp.arange(words, dtype=jnp.int32) == words - 1
-    mark = jnp.asarray(slot, jnp.int32) * jnp.int32(sign * _SLOT_MARK)
+    mark = jnp.asarray(slot, jnp.int32) * jnp.int32(sign * SLOT_MARK)
     return sent + jnp.where(last, mark, 0)
 
 

@@ -283,3 +283,22 @@ def test_a_window_of_padding_alone(group):
     plan.prefill_local(query, index_k, table, window_plan, None, counts, carrier)
     assert (carrier[..., 16:32] == -1).all()
     assert (carrier[..., 32] == 1).all()
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_a_rank_that_is_a_call_ahead_is_a_fault(tagged):
+    """Its rows look right in every way but for their slot: never an answer made of them."""
+    group = Group(2, 128)
+    case = random_decode(LENGTHS, 2, 128)
+    steps = [decode_step(plan, case) for plan in group.plans]
+    group.each(
+        lambda rank, plan: plan.decode(
+            *steps[rank],
+            comm=group.comms[rank],
+            slot=rank,
+            tagged=tagged,
+            decode_query_len=2,
+        )
+    )
+    assert [comm.errors.item() for comm in group.comms] == [16, 16]  # 2 heads, 8 tokens
+    assert (outputs([s.output for s in steps])[:8] == -1).all()

@@ -216,12 +216,12 @@ def test_the_exchange_leaves_the_storage_as_the_jax_package_does(launched, tagge
     message = plan._route._buffers[(("scratch", 0, None), (4, 8, 33), torch.int32)]
     message.copy_(torch.arange(message.numel(), dtype=torch.int32).view(message.shape))
     message[..., -1] = 1
+    sent = jnp.asarray(message.numpy().copy())
     comm.publish_generations.copy_(torch.from_numpy(before))
     comm.recv.zero_()
     comm.recv[slot, 1, 0, 3, 32] = 1
     plan.decode(*step, comm=comm, slot=slot, tagged=tagged, decode_query_len=2)
 
-    sent = jnp.asarray(message.numpy())
     jax_comm = msa_icp_jax.MSAIcpComm.zeros(2, 32)
     if tagged:
         tags, counters = msa_icp_jax.ops.select.bump_generations(jnp.asarray(before), slot, 8)

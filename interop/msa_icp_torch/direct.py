@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import msa_icp_jax
 from msa_icp_jax import MSAIcpScorePlan, rows
+from msa_icp_jax.comm import SLOT_MARK
 from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, TOPK
 from msa_icp_jax.ops._mosaic import direct
 from msa_icp_jax.ops._mosaic.direct import Copy, Launches, Lowered, Program
@@ -167,18 +168,23 @@ class DirectRoute:
         return [(make(call, message), None, None), *self._merge(call, spin_limit=1)]
 
     def _legacy_exchange(self, call: DecodeCall, message: torch.Tensor) -> Callable[[], None]:
-        """As `comm.store_legacy`: a row over one that was not merged becomes a fault."""
+        """As `exchange_in_slot` and `store_legacy` of `msa_icp_jax.comm`.
+
+        A row over one that was not merged becomes a fault, and so does one from another slot.
+        """
         place = call.comm.recv[call.slot][:, :, : call.tokens]
         received = self._buffer("received", *message.shape)
         flags = place[..., -1]
         stale = self._buffer("stale", *flags.shape, dtype=torch.bool)
+        sent_flags, mark = message[..., -1], _slot_mark(call.slot)
 
         def run() -> None:
+            sent_flags.add_(mark)
             exchange.all_to_all(received, message, self._group)
             with torch.inference_mode():  # the caller's tensors may be inference tensors
                 torch.ne(flags, 0, out=stale)
                 place.copy_(received)
-                flags.masked_fill_(stale, -rows.READY)
+                flags.sub_(mark).masked_fill_(stale, -rows.READY)
 
         return run
 
@@ -189,17 +195,19 @@ class DirectRoute:
         shape = (*message.shape[:-1], rows.TAGGED_WORDS, 2)
         sent, received = self._buffer("sent", *shape), self._buffer("received", *shape)
         words, tags = sent.unbind(-1)
+        mark = _slot_mark(call.slot)
         generations = counters.view(*shape[:2], call.tokens, 1)
         place = call.comm.tagged_recv[call.slot][:, :, : call.tokens]
-        arrived = received.view(torch.int64).squeeze(-1)
+        arrived, arrived_tags = received.view(torch.int64).squeeze(-1), received[..., 1]
 
         def run() -> None:
             with torch.inference_mode():
                 torch.eq(counters, -1, out=wraps)
                 counters.add_(1).add_(wraps)  # 0 is skipped
                 words.copy_(message[..., : rows.TAGGED_WORDS])
-                tags.copy_(generations)
+                torch.add(generations.expand_as(tags), mark, out=tags)
             exchange.all_to_all(received, sent, self._group)
+            arrived_tags.sub_(mark)
             with torch.inference_mode():
                 place.copy_(arrived)
 
@@ -463,6 +471,12 @@ def _place(owner: Any) -> Any:
     if isinstance(owner, torch.Tensor):
         return owner.data_ptr(), owner.shape
     return owner.place()
+
+
+def _slot_mark(slot: int) -> int:
+    """What is added to flags or tags on their way, as a 32-bit integer."""
+    mark = slot * SLOT_MARK & 0xFFFFFFFF
+    return mark - (mark >> 31 << 32)
 
 
 def _leaves(window_plan: Any) -> tuple[torch.Tensor, ...]:
