@@ -7,7 +7,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-env lint types test-versions soak bench clean
+.PHONY: help demo test test-env lint types test-versions test-torch soak bench clean
 export PYTHON
 unexport PYTHONHOME PYTHONPATH
 
@@ -43,6 +43,11 @@ test-versions: ## run the suite on the oldest jax supported, in an environment o
 	@sh tools/setup_env.sh $(VENV_OLDEST) demo,test jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
 	@echo "test-versions: pytest on jax $(OLDEST_JAX)" >&2
 	@$(VENV_OLDEST)/bin/python -m pytest $(WORKERS) $(ARGS)
+
+test-torch: ## install torch too (gigabytes) and run its tests; `make test` then has them too
+	@sh tools/setup_env.sh $(VENV) demo,test,torch$(CUDA_EXTRA)
+	@echo "test-torch: pytest on torch" >&2
+	@$(VENV)/bin/python -m pytest $(WORKERS) tests/test_torch_*.py $(ARGS)
 
 soak: ## run 5,000 decode steps, each one checked (ARGS="--steps 100000" on a GPU)
 	@sh tools/setup_env.sh $(VENV) demo$(CUDA_EXTRA)

@@ -56,14 +56,14 @@ def build(
     qo_segment_lens, kv_segment_lens, qo_offset = lengths
     sums = qo_segment_lens.clamp(0, _MOST_ROWS).cumsum(0, dtype=torch.int64).clamp(max=_MOST_ROWS)
     starts = torch.cat([sums.new_zeros(1), sums])[:-1].to(torch.int32).clamp(max=total_q)
+    leaves: dict[str, Any] = {
+        "qo_starts": starts,
+        "qo_lens": torch.minimum(qo_segment_lens.clamp(0, max_query_len), total_q - starts),
+        "kv_lens": kv_segment_lens.clamp(0, max_seq_len),
+        "qo_offset": qo_offset.clamp(max=MAX_TOKENS),
+    }
     plan = WindowPlan(
-        qo_starts=starts,  # type: ignore[arg-type]
-        qo_lens=torch.minimum(qo_segment_lens.clamp(0, max_query_len), total_q - starts),  # type: ignore[arg-type]
-        kv_lens=kv_segment_lens.clamp(0, max_seq_len),  # type: ignore[arg-type]
-        qo_offset=qo_offset.clamp(max=MAX_TOKENS),  # type: ignore[arg-type]
-        total_q=total_q,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
+        **leaves, total_q=total_q, max_query_len=max_query_len, max_seq_len=max_seq_len
     )
     if plan.num_segments == 0:
         return plan
@@ -79,12 +79,13 @@ def _work(plan: Any, hidden: torch.Tensor, ctas: int) -> PrefillWork:
     ranges, slots = _equal_ranges(cdiv(tiles[:, balance.SCORED], balance.UNIT_POSITIONS), ctas)
     tiles = torch.cat([tiles, slots], dim=1)
     first_tiles = tiles[ranges[:, balance.RANGE_TILE]]
-    return PrefillWork(
-        ranges=torch.cat([ranges, first_tiles], dim=1),  # type: ignore[arg-type]
-        tiles=tiles,  # type: ignore[arg-type]
-        tile_of=_tile_of_rows(plan, first, running),  # type: ignore[arg-type]
-        hidden=hidden,  # type: ignore[arg-type]
-    )
+    leaves: dict[str, Any] = {
+        "ranges": torch.cat([ranges, first_tiles], dim=1),
+        "tiles": tiles,
+        "tile_of": _tile_of_rows(plan, first, running),
+        "hidden": hidden,
+    }
+    return PrefillWork(**leaves)
 
 
 def _tiles(plan: Any, first: torch.Tensor, running: torch.Tensor) -> torch.Tensor:
