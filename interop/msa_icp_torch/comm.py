@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,16 +49,45 @@ class MSAIcpComm:
         versions = tuple(None if base.is_inference() else base._version for base in bases)
         return recv, tagged_recv, *versions
 
+    def connect(self, addresses: Sequence[int]) -> None:
+        """Selects the one-sided exchange: sets the bases.
+
+        Args:
+          addresses: the device address, in this process, of every rank's `storage`, by rank.
+
+        Raises:
+          ValueError: the rows are no views of a storage.
+        """
+        if self.storage is None:
+            raise ValueError("connect needs a comm whose rows are views of its storage, got none")
+        for rows, bases in (
+            (self.recv, self.recv_bases),
+            (self.tagged_recv, self.tagged_recv_bases),
+        ):
+            offset = rows.data_ptr() - self.storage.data_ptr()
+            bases.copy_(torch.tensor([address + offset for address in addresses]))
+
     @classmethod
-    def zeros(cls, world_size: int, capacity: int, device: torch.device) -> MSAIcpComm:
-        """Fresh storage of one rank for `capacity` tokens."""
+    def zeros(
+        cls,
+        world_size: int,
+        capacity: int,
+        device: torch.device,
+        storage: torch.Tensor | None = None,
+    ) -> MSAIcpComm:
+        """Fresh storage of one rank for `capacity` tokens, in `storage` where that is given."""
         layout = msa_icp_comm_layout(world_size, NUM_HEADS // world_size, capacity)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        storage = zeros(layout.storage_words)
-        legacy, tagged = storage.tensor_split((layout.tagged_offset_bytes // 4,))
+        if storage is None:
+            storage = zeros(layout.storage_words)
+        else:
+            check_tensor("storage", storage, torch.int32, device, AtLeast(layout.storage_words))
+            storage.zero_()
+        used = storage[: layout.storage_words]
+        legacy, tagged = used.tensor_split((layout.tagged_offset_bytes // 4,))
         legacy_words = torch.Size(layout.legacy_shape).numel()
         return cls(
             recv=legacy[:legacy_words].view(layout.legacy_shape),

@@ -354,11 +354,16 @@ class MSAIcpIndexerPlan:
         if tokens:
             self._route.prefill_merge(received, num_valid_pages, output[:tokens])
 
-    def init_comm(self) -> MSAIcpComm:
-        """This rank's receive storage, zeroed; create it once and never reset it."""
-        comm = MSAIcpComm.zeros(
-            self.geometry.world_size, self.geometry.max_decode_tokens, self.device
-        )
+    def init_comm(self, storage: torch.Tensor | None = None) -> MSAIcpComm:
+        """This rank's receive storage, zeroed; create it once and never reset it.
+
+        Args:
+          storage: int32 [>= storage_words of `msa_icp_comm_layout`], memory that peers can address
+            (torch's symmetric memory, say) for the one-sided exchange; None: ordinary memory. All
+            ranks must have zeroed theirs before one of them decodes.
+        """
+        limits = self.geometry
+        comm = MSAIcpComm.zeros(limits.world_size, limits.max_decode_tokens, self.device, storage)
         self._transports.remember(comm, {False: False, True: False})
         return comm
 
