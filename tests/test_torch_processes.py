@@ -57,6 +57,10 @@ def test_the_eager_example():
     assert "request 1: blocks [0, " in run(ROOT / "examples/torch_decode.py")
 
 
+def test_the_graph_example_says_why_it_skips():
+    assert "skipped: CUDA graphs" in run(ROOT / "examples/torch_graph.py", CUDA_VISIBLE_DEVICES="")
+
+
 # ---- one process, two libraries ----
 
 ROUND_TRIP = """
@@ -92,6 +96,37 @@ def test_import_starts_no_backend():
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge.backends_are_initialized()\n"
         "assert not torch.cuda.is_initialized()\n"
+        "print('fine')"
+    )
+    assert run("-c", code).strip() == "fine"
+
+
+LOWERED = """
+import jax.numpy as jnp
+from jax._src import xla_bridge
+from msa_icp_jax import msa_icp_topk_select_publish
+from msa_icp_jax.ops._mosaic import direct
+
+def select(scores, counts):
+    return msa_icp_topk_select_publish(
+        scores, counts, rank=0, world_size=2, heads_per_rank=2, force_begin_blocks=1,
+        force_end_blocks=1, backend="mosaic",
+    ).rows
+
+shapes = jax.ShapeDtypeStruct((8, 4, 1024), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)
+"""
+
+
+def test_lowering_for_the_direct_route_starts_no_backend():
+    code = (
+        "import torch, jax, msa_icp_torch" + LOWERED + "first = direct.lower(select, *shapes)\n"
+        "assert not xla_bridge.backends_are_initialized()\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert jax.config.jax_platforms == 'cpu', 'as JAX_PLATFORMS says'\n"
+        "assert float(jnp.ones(3).sum()) == 3\n"
+        "again = direct.lower(select, *shapes)\n"
+        "assert [x.module for x in first.steps] == [x.module for x in again.steps]\n"
+        "assert float(jnp.ones(3).sum()) == 3, 'the backend that was up is gone'\n"
         "print('fine')"
     )
     assert run("-c", code).strip() == "fine"
