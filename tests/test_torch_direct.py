@@ -160,6 +160,32 @@ def test_decode_again_is_found_and_new_tensors_are_not(launched, monkeypatch):
     assert len(checked) == 3
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda bases: bases[1:].zero_(), "be all 0 .collective. or all device addresses"),
+        (lambda bases: bases[1:].add_(4), "hold multiples of 16"),
+        (lambda bases: bases[1:].copy_(bases[:1]), "be distinct"),
+        (lambda bases: bases[:1].add_(16), "own address 0x.* at rank 0"),
+    ],
+)
+@pytest.mark.parametrize("tagged", [False, True])
+def test_wrong_bases_are_named(launched, change, match, tagged):
+    plan = prepare()
+    step, comm = decode_step(plan, random_decode(LENGTHS, 2, 128)), plan.init_comm()
+    set_bases(plan, comm)
+    plan.check_comm(comm)
+    name = "tagged_recv_bases" if tagged else "recv_bases"
+    change(getattr(comm, name))
+    for call in (
+        lambda: plan.check_comm(comm),
+        lambda: plan.decode(*step, comm=comm, slot=0, tagged=tagged, decode_query_len=2),
+    ):
+        with pytest.raises(ValueError, match=f"^comm.{name} must .*{match}"):
+            call()
+    assert not launched.kernels
+
+
 def test_nothing_is_kept_alive(launched):
     plan = prepare()
     for form in ("one-sided", "collective"):
@@ -494,6 +520,12 @@ def test_hopper_without_the_symbols_falls_back_with_one_warning(hopper, monkeypa
         assert routes.choose_route("auto", "auto", hopper) == "dlpack"
     with pytest.raises(RuntimeError, match="no direct route here: its symbols moved"):
         routes.choose_route("direct", "auto", hopper)
+
+
+def test_another_backend_is_no_backend(hopper, monkeypatch):
+    monkeypatch.setattr(launching, "unavailable", lambda: None)
+    with pytest.raises(ValueError, match="backend must be one of"):
+        routes.choose_route("auto", "cake", hopper)
 
 
 def test_another_gpu_takes_dlpack(hopper, monkeypatch):

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed (extra torch
 import torch_inputs  # noqa: E402
 from torch_inputs import decode_step, prefill_window  # noqa: E402
 
+import msa_icp_torch  # noqa: E402
 from msa_icp_torch import bridge  # noqa: E402
 
 WRITTEN = ("scores", "output", "score_scratch", "carrier_view", "received")
@@ -386,6 +387,86 @@ def test_comm_tensors(plan, name):
         arguments = decode_arguments(plan) | {"comm": broken}
         with pytest.raises(error, match=f"^comm.{name} must be"):
             plan.decode(**arguments)
+
+
+COMM_FIELDS = (
+    "recv",
+    "tagged_recv",
+    "recv_bases",
+    "tagged_recv_bases",
+    "publish_generations",
+    "expected_generations",
+)
+
+
+@pytest.mark.parametrize("name", COMM_FIELDS)
+def test_comm_strides(plan, name):
+    comm = plan.init_comm()
+    tensor = getattr(comm, name)
+    bad = as_strided_twice(tensor) if tensor.ndim > 1 else every_other(tensor)
+    broken = dataclasses.replace(comm, **{name: bad}, storage=None)
+    with pytest.raises(ValueError, match=f"^comm.{name} must be contiguous, got strides"):
+        plan.check_comm(broken)
+
+
+@pytest.mark.parametrize("name", [*COMM_FIELDS, "errors"])
+def test_comm_on_another_device(plan, name):
+    comm = plan.init_comm()
+    broken = dataclasses.replace(comm, **{name: getattr(comm, name).to("meta")})
+    with pytest.raises(TypeError, match=f"^comm.{name} must be .* got one on meta"):
+        plan.check_comm(broken)
+
+
+@pytest.mark.parametrize("name", ["recv", "tagged_recv"])
+def test_comm_alignment(plan, name):
+    comm = plan.init_comm()
+    tensor = getattr(comm, name)
+    memory = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    broken = dataclasses.replace(comm, **{name: memory}, storage=None)
+    match = f"^comm.{name} must start at a multiple of 16 bytes"
+    with pytest.raises(ValueError, match=match):
+        plan.check_comm(broken)
+
+
+@pytest.mark.parametrize("name", COMM_FIELDS[:2])
+def test_comm_views_of_another_place(plan, name):
+    """Swapped, from another storage, or a storage that is too short."""
+    comm, other = plan.init_comm(), plan.init_comm()
+    broken = dataclasses.replace(comm, **{name: getattr(other, name)})
+    match = f"^comm.{name} must be the view of comm.storage at byte"
+    with pytest.raises(ValueError, match=match):
+        plan.check_comm(broken)
+    short = dataclasses.replace(comm, storage=comm.storage[:-1])
+    with pytest.raises(ValueError, match=r"^comm.storage must be"):
+        plan.check_comm(short)
+
+
+@pytest.mark.parametrize("name", ["errors", "expected_generations", "recv_bases"])
+def test_comm_parts_that_overlap(plan, name):
+    comm = plan.init_comm()
+    tensor = getattr(comm, name)
+    inside = comm.storage[: tensor.numel() * tensor.element_size() // 4]
+    bad = inside.view(tensor.dtype).view(tensor.shape)
+    with pytest.raises(ValueError, match=r"^comm.\w+ is written and must not overlap comm.\w+"):
+        plan.check_comm(dataclasses.replace(comm, **{name: bad}))
+
+
+def test_receive_storage_of_the_callers(plan):
+    words = msa_icp_torch.msa_icp_comm_layout(2, 2, 32).storage_words
+    memory = torch.full((words + 4,), 9, dtype=torch.int32)
+    comm = plan.init_comm(memory)
+    plan.check_comm(comm)
+    assert comm.recv.data_ptr() == memory.data_ptr()
+    assert not memory.any()
+    for bad, error in ((memory[:-5], ValueError), (memory.float(), TypeError), (7, TypeError)):
+        with pytest.raises(error, match=r"^storage must be"):
+            plan.init_comm(bad)
+    comm.connect([1 << 40, 2 << 40])
+    assert comm.recv_bases.tolist() == [1 << 40, 2 << 40]
+    offset = comm.tagged_recv.data_ptr() - memory.data_ptr()
+    assert comm.tagged_recv_bases.tolist() == [(1 << 40) + offset, (2 << 40) + offset]
+    with pytest.raises(ValueError, match=r"^connect needs a comm whose rows are views"):
+        dataclasses.replace(comm, storage=None).connect([1, 2])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from msa_icp_jax import checks
+from msa_icp_jax.backend import BACKENDS
 
 ROUTES = ("auto", "dlpack", "direct")
 
@@ -17,10 +18,12 @@ def choose_route(route: str, backend: str, device: torch.device) -> str:
     """Returns "direct" or "dlpack" for "auto", "dlpack" or "direct".
 
     Raises:
-      ValueError: `route` is not one of the three, or direct is asked of another backend or device.
+      ValueError: `route` or `backend` is none of its three, or direct is asked of another backend
+        or device.
       RuntimeError: direct is asked where JAX's CUDA plugin is not as expected.
     """
     checks.one_of("route", route, ROUTES)
+    checks.one_of("backend", backend, BACKENDS)
     if route == "dlpack" or (route == "auto" and (backend == "xla" or device.type != "cuda")):
         return "dlpack"
     if backend == "xla":
