@@ -44,6 +44,7 @@ def _run(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="small cases: does it all run?")
+    parser.add_argument("--sweep", action="store_true", help="the sweep too, into FILE-sweep")
     parser.add_argument("--cases", default="*", metavar="GLOB", help="case names, d-*w4 say")
     parser.add_argument("--stages", nargs="+", default=[], choices=_STAGES)
     parser.add_argument("--backends", nargs="+", default=[], metavar="NAME")
@@ -57,7 +58,8 @@ def _run(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
 
     _share_memory()
-    from benchmarks.run import Machine, Options, Runner, items
+    from benchmarks import sweep
+    from benchmarks.run import Machine, Options, Runner, beside, items
 
     options = Options(
         quick=parsed.quick,
@@ -70,9 +72,14 @@ def _run(arguments: Sequence[str]) -> int:
         commit=parsed.commit,
     )
     machine = Machine()
-    runner = Runner(options, machine, items(options, machine))
+    wanted = items(options, machine)
+    if parsed.sweep:
+        wanted += sweep.items(machine, suffix=sweep.SUFFIX)
+    runner = Runner(options, machine, wanted)
     status = runner.run()
     runner.show()
+    if parsed.sweep and (path := beside(runner.out, sweep.SUFFIX)).exists():
+        sweep.show(path)
     return status
 
 
@@ -89,7 +96,9 @@ def _sweep(arguments: Sequence[str]) -> int:
     from benchmarks.run import Machine, Options
 
     options = Options(out=parsed.out, budget_seconds=parsed.budget_seconds, commit=parsed.commit)
-    return sweep.run(options, Machine(), parsed.contexts, parsed.batches, parsed.world_sizes)
+    machine = Machine()
+    wanted = sweep.items(machine, parsed.contexts, parsed.batches, parsed.world_sizes)
+    return sweep.run(options, machine, wanted)
 
 
 def _size(text: str) -> int:

@@ -21,7 +21,7 @@ from jax import lax
 from benchmarks.cases import Case, Decode, Merge, Prefill, Select, visible_blocks
 from msa_icp_jax import msa_icp_index_score_sharded_plan
 from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, TOPK, cdiv, round_up
-from msa_icp_jax.rows import READY
+from msa_icp_jax.rows import READY, ROW_WORDS
 
 GPU_STREAM_BYTES = 256 << 20  # between two uses of a set; an H200 has 60 MB of L2
 MAX_SETS = 512
@@ -53,6 +53,7 @@ class Pool:
         keys = max((c.key_bytes // HEAD_DIM * self.sets_of(c) for c in sharded), default=1)
         queries = max((c.tokens * NUM_HEADS * self.sets_of(c) for c in sharded), default=1)
         self._keys = _normal_rows(0, keys)
+        self.key_rows = len(self._keys)
         self._queries = _normal_rows(1, queries)
         self._paged: dict[int, jax.Array] = {}
 
@@ -83,13 +84,7 @@ class Pool:
             fixed["lens"] = jnp.asarray(case.lens, jnp.int32)
             fixed["received"] = jnp.asarray(_received(case, counts, 0))
         else:
-            fixed["plan"] = msa_icp_index_score_sharded_plan(
-                case.query_lens,
-                case.lens,
-                NUM_HEADS,
-                qo_offset=[n - q for n, q in zip(case.lens, case.query_lens, strict=True)],
-                backend=backend,
-            )
+            fixed["plan"] = _plan(case, backend)
         tables = _tables(case, self.sets_of(case), fixed["keys"].shape[0])
         rows = case.tokens * NUM_HEADS
         sets = [
@@ -106,6 +101,44 @@ class Pool:
             shape = (-1, rows_per_page, HEAD_DIM)
             self._paged[rows_per_page] = jax.jit(lambda x: x.reshape(shape))(self._keys)
         return self._paged[rows_per_page]
+
+
+def abstract_inputs(case: Case, key_rows: int) -> Arrays:
+    """Shapes of a set's arrays for the kernels, from a pool with that many rows of keys."""
+
+    def words(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def rows(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*shape, HEAD_DIM), jnp.float8_e4m3fn)
+
+    found: Arrays = {"counts": words(case.tokens)}
+    if isinstance(case, Decode | Merge):
+        by_source = (case.world_size, case.heads_per_rank, case.tokens, ROW_WORDS)
+        found["received"] = words(*by_source)
+    if isinstance(case, Decode | Prefill):
+        found["keys"] = rows(key_rows // case.rows_per_page, case.rows_per_page)
+        found["queries"] = rows(case.tokens, NUM_HEADS)
+        found["table"] = words(len(case.lens), max(case.request_pages))
+    if isinstance(case, Decode):
+        found["lens"] = words(len(case.lens))
+    if isinstance(case, Prefill):
+        plan = _plan(case, "mosaic")
+        found["plan"] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), plan)
+    if isinstance(case, Select):
+        shape = (case.tokens, NUM_HEADS, case.columns)
+        found["scores"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return found
+
+
+def _plan(case: Prefill, backend: str) -> Any:
+    return msa_icp_index_score_sharded_plan(
+        case.query_lens,
+        case.lens,
+        NUM_HEADS,
+        qo_offset=[n - q for n, q in zip(case.lens, case.query_lens, strict=True)],
+        backend=backend,
+    )
 
 
 def _normal_rows(seed: int, rows: int) -> jax.Array:

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from benchmarks import results
 
-_LEAST_SECONDS = 30  # worth starting a part with
-_GRACE_SECONDS = 25  # past its budget, after which a part is ended: more than it gives itself
+_LEAST_SECONDS = 8  # worth starting a part with
+_GRACE_SECONDS = 10  # past its budget, after which a part is ended: more than it gives itself
 _BASELINES = ("xla", "torch", "torch_compile")
 _PEERS = ("flashinfer", "vllm")
 
@@ -56,11 +56,10 @@ def parts() -> list[Part]:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", ranks)
     exchange = (*torchrun, "-m", "benchmarks.exchange")
     return [
-        Part("kernels", (*benchmarks, "--backends", "mosaic"), 0.6, none),
+        Part("kernels", (*benchmarks, "--backends", "mosaic", "--sweep"), 0.75, none),
         Part("host", ("-m", "benchmarks.host"), 0.2, _unless_there("benchmarks.host")),
         Part("exchange", exchange, 0.5, few, suffix=f"-x{ranks}"),
-        Part("sweep", (*benchmarks, "sweep"), 0.35, suffix="-sweep"),
-        Part("peers", (*benchmarks, "--backends", *_PEERS), 0.4),
+        Part("peers", (*benchmarks, "--backends", *_PEERS), 0.5),
         Part("baselines", (*benchmarks, "--backends", *_BASELINES), 1.0),
     ]
 
@@ -106,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(part: Part, command: Sequence[str], seconds: float) -> str:
     """Runs a part; "done" or what became of it."""
-    if seconds < _LEAST_SECONDS * part.share:
+    if seconds < _LEAST_SECONDS:
         return f"left out, {max(0, seconds):.0f} s left for it"
     print(f"record: {part.name}, at most {seconds:.0f} s", flush=True)
     budget = ["--budget-seconds", f"{seconds:.0f}"]

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from benchmarks import check, report, results, roofline
+from benchmarks.ahead import LEAST_TASKS, Ahead, prepare
 from benchmarks.baselines import TORCH, TORCH_COMPILE, Baseline, TorchRun
 from benchmarks.cases import FULL, QUICK, Case, Decode, Merge, Prefill, Select
 from benchmarks.graph import GraphRun, Lowered, Unlaunchable
@@ -35,9 +36,9 @@ _LAUNCH_US = 2.0
 # which is a loop of many operations and takes long to compile.
 _LOOP_LINKS = {"mosaic": 16, "xla": 1}
 # Of the budget: what one more item may take.
-_RESERVE_SECONDS = {"mosaic": 6, "torch": 6, "xla": 15, "torch_compile": 25}
-_RESERVE_OTHERS_SECONDS = 25
-_GRACE_SECONDS = 15  # past the budget: a hung item is given up, what was measured is saved
+_RESERVE_SECONDS = {"mosaic": 3, "torch": 3, "xla": 12, "torch_compile": 20}
+_RESERVE_OTHERS_SECONDS = 3
+_GRACE_SECONDS = 5  # past the budget: a hung item is given up, what was measured is saved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +69,20 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One figure to take."""
+    """One figure to take.
+
+    Attributes:
+      case, stage, backend, precision: what it measures.
+      extra: more fields of the row.
+      beside: what is appended to the name of the file that it is saved in.
+    """
 
     case: Case
     stage: str
     backend: str
     precision: str
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)  # more fields of the row
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    beside: str = ""
 
     @property
     def label(self) -> str:
@@ -169,6 +177,11 @@ class Machine:
         return Path(__file__).parent / "results" / f"{name}.json"
 
 
+def beside(path: Path, suffix: str) -> Path:
+    """`path` with a suffix to its name."""
+    return path.with_name(f"{path.stem}{suffix}{path.suffix}")
+
+
 class Runner:
     """One run over items."""
 
@@ -182,6 +195,7 @@ class Runner:
         self.left_out: list[str] = []
         self._inputs: tuple[tuple[str, str], Inputs] | None = None
         self._lowered: tuple[tuple[str, str], dict[str, Lowered]] | None = None
+        self._ahead = Ahead({})
 
     def run(self) -> int:
         """Runs everything; 0, or 1 when an item failed."""
@@ -199,14 +213,38 @@ class Runner:
         cases = list({item.case.name: item.case for item in wanted}.values())
         cases += [unsharded(case) for case in cases if isinstance(case, Decode)]
         self.pool = Pool(cases, GPU_STREAM_BYTES if self.machine.gpu else 0)
+        self._prepare_kernels()
         for number, item in enumerate(wanted, 1):
             if self._spent(item):
                 self.left_out.append(item.label)
             else:
                 self._attempt(item, f"{number}/{len(wanted)}")
-        results.save(self.out, self.rows, self._absent())
+        results.save(self.out, [], self._absent())
         self._summary()
         return 1 if self.failed else 0
+
+    def _prepare_kernels(self) -> None:
+        """Lowers and compiles ahead what will be launched from a graph."""
+        stages: dict[tuple[str, str], tuple[Case, list[str]]] = {}
+        for item in self.wanted:
+            if item.backend == "mosaic":
+                key = item.case.name, item.precision
+                stages.setdefault(key, (item.case, []))[1].append(item.stage)
+        if not self._graphs() or len(stages) < LEAST_TASKS:
+            return
+        tasks = [
+            (case, precision, tuple(names)) for (_, precision), (case, names) in stages.items()
+        ]
+        try:
+            self._ahead = prepare(tasks, self.pool.key_rows, jax.devices()[0].core_count)
+        except Exception as error:
+            self._say(f"nothing compiled ahead, since {type(error).__name__}: {error}")
+        else:
+            self._say("kernels compiled")
+
+    def _graphs(self) -> bool:
+        """Whether kernels are launched from a CUDA graph."""
+        return self.options.timing != "jit" and self.machine.mosaic and bool(self.machine.torch)
 
     def _attempt(self, item: Item, count: str) -> None:
         try:
@@ -220,7 +258,7 @@ class Runner:
                 self.machine.absent.setdefault(item.backend, reason)
             return
         self.rows.append(row)
-        results.save(self.out, self.rows, self._absent())
+        results.save(beside(self.out, item.beside), [row])
         text = report.cells(row)
         ratio = f" = {text[7]} x floor" if text[7] else ""
         self._say(f"{count} {item.label}: {text[4]} us{ratio} ({row['timing']}) {text[8]}")
@@ -246,15 +284,19 @@ class Runner:
     def _prepare(self, item: Item, inputs: Inputs) -> tuple[GraphRun | JitRun, dict[str, Any]]:
         """The stage, run once: what times it, and all its arrays."""
         shapes = written_like(item.case)
-        timing = self.options.timing
-        if timing != "jit" and item.backend == "mosaic" and self.machine.torch:
+        if item.backend == "mosaic" and self._graphs():
             stage = build(item.case, item.stage, item.backend, item.precision, arrange=False)
             try:
                 lowered = self._lowered_of(item)
+                structs = shapes | jax.tree.map(
+                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs.fixed | inputs.sets[0]
+                )
+                parts = (*stage.prelude, *stage.parts)
+                lowered |= self._ahead.lowered(item.case, item.precision, parts, structs)
                 run = GraphRun(stage, inputs, shapes, self._links(item, "graph"), lowered)
                 return run, run.run()
             except Unlaunchable as error:
-                if timing == "graph":
+                if self.options.timing == "graph":
                     raise
                 self._say(f"{item.label}: jit instead of a graph, since {error}")
         stage = build(item.case, item.stage, item.backend, item.precision, arrange=True)
@@ -316,7 +358,7 @@ class Runner:
         return {k: v for k, v in self.machine.absent.items() if not asked or k in asked}
 
     def _summary(self) -> None:
-        print(f"{len(self.rows)} rows in {self.out}")
+        print(f"{len(self.rows)} rows, saved in {self.out}")
         for name, reason in self._absent().items():
             print(f"absent: {name} ({reason})")
         for label in self.left_out:

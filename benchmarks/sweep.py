@@ -12,8 +12,9 @@ from pathlib import Path
 
 from benchmarks import model, report, results
 from benchmarks.cases import Decode
-from benchmarks.run import Item, Machine, Options, Runner
+from benchmarks.run import Item, Machine, Options, Runner, beside
 
+SUFFIX = "-sweep"  # of the file's name
 MOST_KEY_BYTES = 1 << 30
 WORLD_SIZES = (2, 4)
 # On a GPU about a minute, mostly compiling; on a CPU few and small, to see that it runs.
@@ -39,51 +40,44 @@ def _short(context: int) -> str:
     return f"{context >> 20}m" if context % (1 << 20) == 0 else f"{context >> 10}k"
 
 
-def items(cases: Iterable[Decode], backend: str) -> list[Item]:
-    return [
-        Item(
-            case,
-            "local",
-            backend,
-            "exact",
-            {
-                "context": case.lens[0],
-                "batch": len(case.lens),
-                "world_size": case.world_size,
-                "bytes": case.floor("local").bytes,
-            },
-        )
-        for case in cases
-    ]
-
-
-def run(
-    options: Options,
+def items(
     machine: Machine,
-    contexts: Sequence[int] | None,
-    batches: Sequence[int] | None,
-    world_sizes: Sequence[int] | None,
-) -> int:
-    """Measures a sweep and shows the curves and the model."""
+    contexts: Sequence[int] | None = None,
+    batches: Sequence[int] | None = None,
+    world_sizes: Sequence[int] | None = None,
+    suffix: str = "",
+) -> list[Item]:
+    """The figures of a sweep, by default of the machine's usual one."""
     kind = "gpu" if machine.gpu else "cpu"
     cases = points(contexts or CONTEXTS[kind], batches or BATCHES[kind], world_sizes or WORLD_SIZES)
     cases.sort(key=lambda case: case.key_bytes)
     # A sweep that runs out of time still spans all sizes, only less densely.
     cases = [*cases[::4], *cases[2::4], *cases[1::2]]
     backend = "mosaic" if machine.mosaic else "xla"
+    return [Item(case, "local", backend, "exact", _extra(case), suffix) for case in cases]
+
+
+def _extra(case: Decode) -> dict[str, int]:
+    return {
+        "context": case.lens[0],
+        "batch": len(case.lens),
+        "world_size": case.world_size,
+        "bytes": case.floor("local").bytes,
+    }
+
+
+def run(options: Options, machine: Machine, wanted: Sequence[Item]) -> int:
+    """Measures a sweep and shows the curves and the model."""
     options = dataclasses.replace(
-        options, backends=(backend,), out=options.out or _default_out(machine)
+        options,
+        backends=tuple({item.backend for item in wanted}),
+        out=options.out or beside(machine.default_out, SUFFIX),
     )
-    runner = Runner(options, machine, items(cases, backend))
+    runner = Runner(options, machine, wanted)
     status = runner.run()
     if runner.rows:
         show(runner.out)
     return status
-
-
-def _default_out(machine: Machine) -> Path:
-    path = machine.default_out
-    return path.with_name(f"{path.stem}-sweep.json")
 
 
 def show(path: Path) -> None:

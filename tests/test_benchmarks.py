@@ -16,10 +16,11 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import check, documents, graph, model, peers, record, results, sweep, timing
+from benchmarks import ahead, check, documents, graph, model, peers, record, results, sweep, timing
 from benchmarks.__main__ import _size, main
 from benchmarks.cases import DECODE, FULL, MERGE, PREFILL, QUICK, SELECT, Decode, Prefill
 from benchmarks.inputs import Inputs, Pool
+from benchmarks.inputs import abstract_inputs as abstract_inputs_of
 from benchmarks.stages import Part, Stage, build, run, written_like
 from benchmarks.timing import JitRun, Times
 from msa_icp_jax.ops._mosaic import direct
@@ -301,7 +302,7 @@ def test_kernels_are_all_that_a_stage_launches(case):
             assert len(lowered.returned) == len(part.writes)
             kernels = [step for step in lowered.steps if isinstance(step, direct.Kernel)]
             assert all(kernel.module for kernel in kernels)
-            assert len(kernels) == (2 if part.name == "fused" else 1)
+            assert len(kernels) in ((1, 2) if part.name == "fused" else (1,))
 
 
 def test_a_score_plane_is_written_in_place():
@@ -474,6 +475,50 @@ def test_sweep_command(tmp_path):
 
 def test_sizes():
     assert [_size(text) for text in ("512", "4K", "1m")] == [512, 4096, 1 << 20]
+
+
+# ---- lowering ahead ----
+
+
+def precision_of(case):
+    return "fast" if isinstance(case, Prefill) else "exact"
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+def test_inputs_are_told_without_being_made(case):
+    pool = Pool(QUICK, 0)
+    inputs = pool.inputs(case, "mosaic")
+    made = jax.tree.map(lambda x: (x.shape, x.dtype), inputs.fixed | inputs.sets[0])
+    told = abstract_inputs_of(case, pool.key_rows)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), told) == made
+
+
+def test_kernels_are_lowered_in_other_processes():
+    cases = (case_named("quick-decode"), case_named("select-t8-k256"))
+    key_rows = Pool(cases, 0).key_rows
+    tasks = [(case, precision_of(case), case.stages) for case in cases]
+    prepared = ahead.prepare(tasks, key_rows, 132)
+    for case in cases:
+        structs = written_like(case) | abstract_inputs_of(case, key_rows)
+        parts = ahead._distinct(case, "exact", case.stages)
+        found = prepared.lowered(case, "exact", parts, structs)
+        assert set(found) == {part.name for part in parts}
+        for part in parts:
+            here = graph.lower(part.run, *(structs[name] for name in part.reads))
+            assert found[part.name].scratch == here.scratch
+            assert len(found[part.name].steps) == len(here.steps)
+            assert len(found[part.name].returned) == len(here.returned)
+
+
+def test_what_was_lowered_for_other_arguments_is_not_used():
+    case = case_named("select-t8-k256")
+    prepared = ahead.Ahead(ahead.lower_tasks([(case, "exact", case.stages)], 0, 132))
+    parts = ahead._distinct(case, "exact", case.stages)
+    structs = written_like(case) | abstract_inputs_of(case, 0)
+    assert set(prepared.lowered(case, "exact", parts, structs)) == {"select"}
+    wider = structs | {"scores": jax.ShapeDtypeStruct((8, 4, 512), np.float32)}
+    assert prepared.lowered(case, "exact", parts, wider) == {}
+    assert prepared.lowered(case, "fast", parts, structs) == {}
 
 
 # ---- baselines and peers ----
@@ -668,10 +713,15 @@ def _runs(pid):
         return False
 
 
-def test_record_saves_the_sweep_beside_the_rest(recorded, tmp_path):
-    _, _, calls = recorded(200)
-    outs = {command[command.index("--out") + 1] for command, _ in calls}
-    assert outs == {str(tmp_path / "h200.json"), str(tmp_path / "h200-sweep.json")}
+def test_a_run_takes_the_sweep_along(tmp_path, monkeypatch):
+    monkeypatch.setitem(sweep.CONTEXTS, "cpu", (1024,))
+    monkeypatch.setitem(sweep.BATCHES, "cpu", (1, 2))
+    out = tmp_path / "r.json"
+    arguments = ["--quick", "--cases", "merge-*", "--backends", "xla", "--sweep"]
+    assert main([*arguments, "--commit", "abc", "--out", str(out)]) == 0
+    assert [r["case"] for r in results.load(out)] == ["merge-t8-w4"]
+    swept_rows = results.load(tmp_path / "r-sweep.json")
+    assert {r["case"] for r in swept_rows} == {f"s-b{b}-1k-w{w}" for b in (1, 2) for w in (2, 4)}
 
 
 def test_record_says_what_the_machine_cannot(recorded, tmp_path):
@@ -684,7 +734,7 @@ def test_record_says_what_the_machine_cannot(recorded, tmp_path):
 
 
 def test_record_leaves_out_what_there_is_no_time_for(recorded):
-    status, said, calls = recorded(40)
+    status, said, calls = recorded(12)
     assert status == 1 and calls == [] and "kernels: left out" in said
 
 
