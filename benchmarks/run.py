@@ -115,10 +115,10 @@ def _all_items(cases: list[Case], machine: Machine) -> Iterator[Item]:
         for case in cases:
             yield from (Item(case, stage, "xla", "exact") for stage in case.stages)
     there = machine.baselines
-    for name in (name for name in PEERS if name in there):
-        yield from (Item(case, "local", name, "fast") for case in decode)
     if TORCH.name in there:
         yield from (Item(case, "local", TORCH.name, "fast") for case in (*decode, *prefill))
+    for name in (name for name in PEERS if name in there):
+        yield from (Item(case, "local", name, "fast") for case in decode)
     for case in decode:  # both compile for long: if time runs out, the first cases have both
         if machine.gpu:
             yield Item(case, "local", "xla", "exact")
