@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import numpy as np
 import numpy.typing as npt
 import oracle
-from chains import Cache, Decode, Prefill
+from chains import Cache, Decode, Prefill, Ranks
 from inputs import INT_MAX, INT_MIN
 
 from msa_icp_jax import MSAIcpIndexerPlan
@@ -104,3 +104,42 @@ def check_form(output: Array, counts: Array, *, prefill: bool = False) -> None:
             assert row == ids + [-1] * (16 - len(ids)), row
             assert ids == sorted(set(ids)), row
             assert all(0 <= block < max(count, 1 if prefill else 0) for block in ids), (row, count)
+
+
+def check_storage(draw: Any, ranks: Ranks, case: Decode, *, tagged: bool) -> None:
+    """One step on storage of any content, every rank at a count of its own.
+
+    Asserts that every (token, head) is right or -1 sixteen times, and that errors are counted.
+    """
+    world_size, tokens = ranks.plan.geometry.world_size, len(case.query)
+    call = draw(st.integers(0, INT_MAX))
+    rng = np.random.default_rng(draw(st.integers(0, 1000)))
+    storage = ranks.zero_comm()
+    for name in ("recv", "tagged_recv"):
+        storage[name][:] = rng.integers(INT_MIN, INT_MAX, storage[name].shape)
+    storage["errors"][:] = rng.integers(0, 1000, world_size)
+    flags = storage["recv"][..., 32]
+    flags[:] = np.where(rng.random(flags.shape) < 0.9, 0, flags)
+    start = draw(st.sampled_from([0, -1, INT_MAX, 7]))
+    for name in ("publish_generations", "expected_generations"):
+        skewed = rng.random(storage[name].shape) < 0.05
+        storage[name][:] = np.where(skewed, oracle.next_generation(start), start)
+
+    found = ranks.decode(case, ranks.put_comm(storage), call, tagged=tagged)
+    after = ranks.get_comm(found.comm)
+    failed = _failed_rows(storage, call % 3, tokens, tagged)
+    lost = failed.any(0).T[..., None]
+    want = np.where(lost, -1, case.answer(ranks.plan))
+    np.testing.assert_array_equal(found.output[:tokens], want)
+    grown = failed.reshape(world_size, world_size, -1, tokens).sum((0, 2, 3))
+    np.testing.assert_array_equal(after["errors"] - storage["errors"], grown)
+
+
+def _failed_rows(storage: dict[str, Array], slot: int, tokens: int, tagged: bool) -> Array:
+    """Which rows [W sources, 4 heads, T] cannot be trusted."""
+    if not tagged:
+        return storage["recv"][slot, :, :, :tokens, 32] != 0
+    expected = oracle.next_generation(storage["expected_generations"][slot, :, :tokens])
+    # Every rank counts the rows of all four heads: [W 4, C] is [W sources, 4 heads, C].
+    sent = storage["publish_generations"][slot].reshape(-1, *storage["recv"].shape[2:4])
+    return oracle.next_generation(sent[:, :, :tokens]) != expected

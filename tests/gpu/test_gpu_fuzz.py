@@ -68,3 +68,13 @@ def test_prefill(world_size: int, page_size: int, fused: bool, data: Any) -> Non
     output = ranks.prefill(wrong, fused=fused).output
     np.testing.assert_array_equal(output[:150][right], case.answer(ranks.plan)[right])
     hostile.check_form(output[:150], wrong.counts, prefill=True)
+
+
+@pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
+@GROUP
+@fuzz
+@hypothesis.given(data=st.data())
+def test_receive_storage(world_size: int, page_size: int, tagged: bool, data: Any) -> None:
+    ranks = ranks_of(world_size, page_size)
+    case = hostile.decode_case(data.draw, ranks.plan, 5, 3, width=WIDTH, pages=PAGES)
+    hostile.check_storage(data.draw, ranks, case, tagged=tagged)
