@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,8 @@ def unsharded(case: Decode) -> Decode:
 def find(name: str) -> Baseline | Absent:
     """The peer `name`, one of PEERS."""
     module, functions, prepare = _PEERS[name]
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return Absent(name, "not installed")
     try:
         package = importlib.import_module(module)
     except Exception as error:  # whatever a package of others does when it is loaded

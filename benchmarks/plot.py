@@ -70,7 +70,7 @@ def _baselines(ratios: dict[str, dict[str, float]], path: Path) -> Path:
     ax.set_yticks([at + 0.4 - height / 2 for at in range(len(cases))], cases)
     ax.set(xscale="log", xlabel="score and select: time over that of the kernels")
     ax.invert_yaxis()
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -611,6 +612,7 @@ def fake_packages(monkeypatch, wrong=False):
         "flashinfer.msa_ops": (msa_proxy_score, msa_topk_select),
         "vllm.models.minimax_m3.common.ops": (minimax_m3_index_decode,),
     }
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name)
     for name, functions in offered.items():
         module = types.ModuleType(name)
         for function in functions:
@@ -633,12 +635,19 @@ def test_a_peer_that_chooses_wrongly_is_not_timed(name, monkeypatch):
         measured(Decode("d", (3072,), 1), peers.find(name))
 
 
-def test_a_peer_that_is_not_there_is_absent():
-    found = peers.find("vllm")
-    assert isinstance(found, peers.Absent) and "cannot import vllm.models" in found.reason
+def test_a_peer_that_is_not_there_is_absent(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    if not importlib.util.find_spec("vllm"):
+        assert peers.find("vllm") == peers.Absent("vllm", "not installed")
+    (tmp_path / "vllm.py").write_text("raise OSError('no driver')")
+    importlib.invalidate_caches()
+    reason = peers.find("vllm").reason
+    assert reason == "cannot import vllm.models.minimax_m3.common.ops: OSError: no driver"
 
 
 def test_a_peer_with_other_parameters_is_absent(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name)
     module = types.ModuleType("flashinfer.msa_ops")
     monkeypatch.setitem(sys.modules, "flashinfer.msa_ops", module)
     assert "msa_proxy_score does not exist" in peers.find("flashinfer").reason
