@@ -201,27 +201,55 @@ def test_nothing_is_kept_alive(launched):
         assert not plan._route._calls._calls
 
 
-def test_remembered_calls_are_bounded():
+@pytest.fixture(scope="module")
+def comm() -> Any:
+    return torch_inputs.MSAIcpComm.zeros(2, 4, CPU)
+
+
+def test_remembered_calls_are_bounded(comm):
     calls = RememberedCalls(3)
     kept = [torch.zeros(1) for _ in range(10)]
     for tensor in kept:
-        calls.remember((tensor, None), (), lambda: None)
+        calls.remember((tensor, kept[0], None, comm), (2,), lambda: None)
         assert len(calls._calls) <= 3
-    assert calls.find((kept[-1], None), ()) is not None
-    assert calls.find((kept[-1], None), (1,)) is None
-    kept[-1].resize_(1 << 16)
-    assert calls.find((kept[-1], None), ()) is None
+    owners = (kept[-1], kept[0], None, comm)
+    assert calls.find(owners, (2,)) is not None
+    assert calls.find(owners, (1,)) is None
+    assert calls.find((kept[-1], None, kept[0], comm), (2,)) is None
 
 
-def test_a_reused_id_is_not_the_old_tensor():
-    calls, found = RememberedCalls(1 << 20), 0
+@pytest.mark.parametrize("change", ["resize_", "set_", "data", "smaller"])
+def test_a_tensor_that_changed_is_not_found(comm, change):
+    calls = RememberedCalls(3)
+    tensor, other = torch.zeros(64), torch.zeros(64)
+    owners = (other, tensor, None, comm)
+    calls.remember(owners, (), lambda: None)
+    assert calls.find(owners, ()) is not None
+    if change == "resize_":
+        tensor.resize_(1 << 16)
+    elif change == "set_":
+        tensor.set_(torch.zeros(64))
+    elif change == "data":
+        tensor.data = torch.zeros(64)
+    else:
+        tensor.resize_(32)
+    assert calls.find(owners, ()) is None
+
+
+def test_a_reused_id_is_not_the_old_tensor(comm):
+    """Freed tensors' ids and addresses come back; a call must not."""
+    calls, ids, reused = RememberedCalls(1 << 20), set(), 0
+    other = torch.zeros(64)
     for i in range(300):
         tensor = torch.full((64,), i)
-        assert calls.find((tensor,), ()) is None
-        calls.remember((tensor,), (), lambda: None)
-        found += calls.find((tensor,), ()) is not None
-        del tensor
-    assert found == 300
+        reused += (id(tensor), tensor.data_ptr()) in ids
+        ids.add((id(tensor), tensor.data_ptr()))
+        owners = (tensor, other, comm)
+        assert calls.find(owners, ()) is None
+        calls.remember(owners, (), lambda: None)
+        assert calls.find(owners, ()) is not None
+        del tensor, owners
+    assert reused > 100, "no object came back: the test shows nothing"
     assert not calls._calls
 
 

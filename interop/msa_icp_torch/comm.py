@@ -42,12 +42,12 @@ class MSAIcpComm:
     storage: torch.Tensor | None = None
 
     def place(self) -> tuple[Any, ...]:
-        """What changes when a tensor moves, or the bases are written through torch."""
-        recv, tagged_recv = self.recv.data_ptr(), self.tagged_recv.data_ptr()
-        bases = (self.recv_bases, self.tagged_recv_bases)
-        # Inference tensors do not count writes.
-        versions = tuple(None if base.is_inference() else base._version for base in bases)
-        return recv, tagged_recv, *versions
+        """What changes when the rows move, or the bases are written through torch."""
+        bases, tagged_bases = self.recv_bases, self.tagged_recv_bases
+        rows = self.recv.data_ptr(), self.tagged_recv.data_ptr()
+        if bases.is_inference() or tagged_bases.is_inference():  # they do not count writes
+            return rows
+        return *rows, bases._version, tagged_bases._version
 
     def connect(self, addresses: Sequence[int]) -> None:
         """Selects the one-sided exchange: sets the bases.

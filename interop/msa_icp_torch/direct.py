@@ -11,6 +11,7 @@ then: `find` gives it back after comparing identities and addresses.
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -406,7 +407,7 @@ class Stream:
     def launch(self, launches: Launches) -> None:
         """Puts launches on the current stream."""
         index = self._device.index
-        if torch.cuda.current_device() != index:
+        if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(self._device):
                 self.launch(launches)
             return
@@ -425,9 +426,10 @@ class _Threads(threading.local):
 
 
 class RememberedCalls:
-    """Launches of earlier calls, by the identity of the tensors that they were prepared for.
+    """Launches of earlier calls, by the identity of what they were prepared for.
 
-    Nothing is kept alive: a call is forgotten as soon as one of its tensors is gone.
+    Nothing is kept alive: a call is forgotten when one of its owners goes, before another object
+    can have that one's id. So ids tell owners apart; that they did not move is compared.
     """
 
     def __init__(self, most: int) -> None:
@@ -435,42 +437,50 @@ class RememberedCalls:
         self._calls: dict[tuple[Any, ...], _Remembered] = {}
 
     def find(self, owners: tuple[Any, ...], options: tuple[Any, ...]) -> Callable[[], None] | None:
-        """The launch prepared for these very tensors, unless one of them moved since."""
-        call = self._calls.get((*map(id, owners), options))
+        """The launch prepared for these very owners, unless one of them changed since."""
+        call = self._calls.get((*map(id, owners), *options))
         if call is None:
             return None
-        for owner, seen, place in zip(owners, call.owners, call.places, strict=True):
-            if seen is not None and (seen() is not owner or place != _place(owner)):
-                return None
+        tensors = call.tensors_of(owners)
+        moved = [*map(_address, tensors)] != call.addresses
+        if moved or [*map(_size, tensors)] != call.sizes or owners[-1].place() != call.place:
+            return None
         return call.run
 
     def remember(
         self, owners: tuple[Any, ...], options: tuple[Any, ...], run: Callable[[], None]
     ) -> None:
-        """Remembers a launch for `find`."""
+        """Remembers a launch for `find`; owners are tensors or None, and a comm at the end."""
         if len(self._calls) >= self._most:
             self._calls.clear()
-        key, calls = (*map(id, owners), options), self._calls
+        key, calls = (*map(id, owners), *options), self._calls
 
         def forget(_: Any) -> None:
             calls.pop(key, None)
 
-        seen = tuple(None if x is None else weakref.ref(x, forget) for x in owners)
-        places = tuple(None if x is None else _place(x) for x in owners)
-        calls[key] = _Remembered(seen, places, run)
+        *others, comm = owners
+        tensors_of = operator.itemgetter(*(i for i, x in enumerate(others) if x is not None))
+        tensors = tensors_of(owners)
+        calls[key] = _Remembered(
+            tensors_of,
+            [*map(_address, tensors)],
+            [*map(_size, tensors)],
+            comm.place(),
+            run,
+            [weakref.ref(x, forget) for x in (*tensors, comm)],
+        )
 
 
 class _Remembered(NamedTuple):
-    owners: tuple[weakref.ref[Any] | None, ...]
-    places: tuple[Any, ...]
+    tensors_of: Callable[[tuple[Any, ...]], tuple[torch.Tensor, ...]]
+    addresses: list[int]
+    sizes: list[torch.Size]
+    place: Any
     run: Callable[[], None]
+    watched: list[weakref.ref[Any]]
 
 
-def _place(owner: Any) -> Any:
-    """Where a tensor lies; for receive storage, what its transport depends on."""
-    if isinstance(owner, torch.Tensor):
-        return owner.data_ptr(), owner.shape
-    return owner.place()
+_address, _size = torch.Tensor.data_ptr, torch.Tensor.size
 
 
 def _slot_mark(slot: int) -> int:

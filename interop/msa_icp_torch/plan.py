@@ -189,10 +189,15 @@ class MSAIcpIndexerPlan:
           RuntimeError: inside CUDA graph capture on the dlpack route, or with new shapes or a new
             comm on the direct route; or torch.distributed is not initialised where it is needed.
         """
-        slot = checks.integer("slot", slot, 0) % NUM_SLOTS
-        checks.flag("tagged", tagged)
-        checks.flag("enable_pdl", enable_pdl)
-        checks.integer("decode_query_len", decode_query_len)
+        if not (
+            type(slot) is type(decode_query_len) is int
+            and slot >= 0
+            and type(tagged) is type(enable_pdl) is bool
+        ):
+            checks.integer("slot", slot, 0)
+            checks.integer("decode_query_len", decode_query_len)
+            checks.flag("tagged", tagged)
+            checks.flag("enable_pdl", enable_pdl)
         owners = (
             index_q,
             index_k,
@@ -204,7 +209,7 @@ class MSAIcpIndexerPlan:
             pool,
             comm,
         )
-        options = (slot, tagged, decode_query_len, enable_pdl)
+        options = (slot % NUM_SLOTS, tagged, decode_query_len, enable_pdl)
         seen = self._route.find(owners, options)
         if seen is not None:
             seen()
