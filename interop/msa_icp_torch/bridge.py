@@ -12,7 +12,6 @@ On the CPU torch runs everything at once, and `Bridge.deliver` waits for the pro
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -74,21 +73,26 @@ def check_tensor(
 
 def check_apart(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
     """Raises where the bytes of a written tensor meet those of another argument."""
-    written_spans = [(name, *_span(tensor)) for name, tensor in written.items()]
-    read_spans = [(name, *_span(tensor)) for name, tensor in read.items()]
-    pairs = itertools.chain(
-        itertools.combinations(written_spans, 2), itertools.product(written_spans, read_spans)
-    )
-    for (name, start, end), (other, other_start, other_end) in pairs:
-        if max(start, other_start) < min(end, other_end):
-            raise ValueError(f"{name} is written and must not overlap {other} in memory")
+    spans = [(*_span(tensor), name, True) for name, tensor in written.items()]
+    spans += [(*_span(tensor), name, False) for name, tensor in read.items()]
+    # By ascending start, the tensors met so far of either kind that reach farthest.
+    far_written, far_read = (0, ""), (0, "")
+    for start, end, name, is_written in sorted(span for span in spans if span[0] < span[1]):
+        if start < far_written[0]:
+            raise ValueError(f"{far_written[1]} is written and must not overlap {name} in memory")
+        if is_written and start < far_read[0]:
+            raise ValueError(f"{name} is written and must not overlap {far_read[1]} in memory")
+        if is_written:
+            far_written = max(far_written, (end, name))
+        else:
+            far_read = max(far_read, (end, name))
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses [start, end) that a tensor's elements lie in."""
     start = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return start, start
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
