@@ -62,6 +62,7 @@ class DirectRoute:
         self._spin_limit = spin_limit
         self._target = Target(sms=sms)
         self._stream = Stream(device)
+        self._facts_at: dict[int, kernels.Facts] = {}
         self._programs: dict[tuple[Any, ...], Program] = {}
         self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
         self._calls = RememberedCalls(_MOST_REMEMBERED)
@@ -339,7 +340,10 @@ class DirectRoute:
     # ---- programs and their memory ----
 
     def _facts(self, row_offset: int = 0) -> kernels.Facts:
-        return kernels.Facts(at_row_offset(self._plan, row_offset), self._target)
+        if row_offset not in self._facts_at:
+            plan = at_row_offset(self._plan, row_offset)
+            self._facts_at[row_offset] = kernels.facts_of(plan, self._target)
+        return self._facts_at[row_offset]
 
     def _program(self, lower: Callable[..., Lowered], *shapes: Any) -> Program:
         """The kernels of these shapes, compiled here at first, unless the stream is captured."""

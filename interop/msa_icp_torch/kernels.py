@@ -37,9 +37,9 @@ from msa_icp_jax.ops.publish import mosaic as publish
 _FLOAT8 = jnp.float8_e4m3fn
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Facts:
-    """What every kernel of a plan is built for.
+    """What every kernel of a plan is built for; made by `facts_of`, and told apart by identity.
 
     Attributes:
       plan: the plan, with a fixed rank and the Mosaic backend.
@@ -112,6 +112,12 @@ class Facts:
         """Lowers for the plan's GPU."""
         with building_for(self.target):
             return direct.lower(function, *arguments)
+
+
+@functools.cache
+def facts_of(plan: MSAIcpIndexerPlan, target: Target) -> Facts:
+    """The same facts for plans that are equal."""
+    return Facts(plan, target)
 
 
 # ---- decode ----
