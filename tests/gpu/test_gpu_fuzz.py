@@ -33,8 +33,8 @@ GROUP = pytest.mark.parametrize(("world_size", "page_size"), GROUPS)
 
 @functools.cache
 def ranks_of(world_size: int, page_size: int) -> Ranks:
-    """A table wider than the longest context, and columns that end before the table does."""
-    limits = {"max_model_len": 17 * page_size, "max_num_batched_tokens": 512}
+    """A table wider than the longest context, whose last column is the plane's last."""
+    limits = {"max_model_len": 16 * page_size, "max_num_batched_tokens": 512}
     plan = chains.make_plan(world_size, page_size, backend="mosaic", precision="exact", **limits)
     return Ranks(plan, None)
 
