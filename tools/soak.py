@@ -18,6 +18,7 @@ import os
 import resource
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,6 +90,17 @@ class Soak:
         self.state = run(self.state, arrays, want)
         self.calls += 1
 
+    def compile(self) -> None:
+        """Every program that a step may need, all at a time."""
+        one_of_each = self.batches[::BATCHES_PER_SHAPE]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(self._compile, one_of_each))
+
+    def _compile(self, batch: tuple[Decode, list[jax.Array], jax.Array]) -> None:
+        case, arrays, want = batch
+        run = _program(self.ranks.plan, case.query_len, self.tagged)
+        run.lower(self.state, arrays, want).compile()
+
     def check(self) -> None:
         """A batch not seen before; then everything that is known about the state."""
         batch = self.batch(*SHAPES[self.rng.integers(len(SHAPES))])
@@ -147,7 +159,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     soak = Soak(Ranks(plan, None), options.seed, not options.legacy)
     print(f"soak: {options.steps} steps, {jax.devices()[0].device_kind}, backend {plan.backend}")
-    for batch in soak.batches:  # compile everything
+    soak.compile()
+    for batch in soak.batches:
         soak.step(batch)
     soak.check()
     first_device, first_process = device_bytes(), None

@@ -21,7 +21,7 @@ from chains import GROUPS, Ranks
 WIDTH, PAGES = 20, 40
 
 fuzz = hypothesis.settings(
-    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "40")),
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "8")),
     deadline=None,
     derandomize=True,
     database=None,
