@@ -1,8 +1,12 @@
-"""The kernels under hostile metadata in interpret mode, where any race fails the test."""
+"""The kernels under hostile metadata in interpret mode, where any race fails the test.
+
+More examples: FUZZ_EXAMPLES=30.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +30,7 @@ from msa_icp_jax.ops._mosaic import launch
 WIDTH, PAGES = 5, 8
 
 fuzz = hypothesis.settings(
-    max_examples=4,
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "4")),
     deadline=None,
     derandomize=True,
     database=None,
