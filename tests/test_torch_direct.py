@@ -249,7 +249,7 @@ def test_a_reused_id_is_not_the_old_tensor(comm):
         calls.remember(owners, (), lambda: None)
         assert calls.find(owners, ()) is not None
         del tensor, owners
-    assert reused > 100, "no object came back: the test shows nothing"
+    assert reused > 10, "no object came back: the test shows nothing"
     assert not calls._calls
 
 
