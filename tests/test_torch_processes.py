@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -59,6 +60,13 @@ def test_the_eager_example():
 
 def test_the_graph_example_says_why_it_skips():
     assert "skipped: CUDA graphs" in run(ROOT / "examples/torch_graph.py", CUDA_VISIBLE_DEVICES="")
+
+
+def test_the_hosts_cost_is_absent_without_a_gpu(tmp_path):
+    out = tmp_path / "rows.json"
+    said = run("-m", "benchmarks.host", "--out", out, CUDA_VISIBLE_DEVICES="")
+    assert "absent: it takes a Hopper GPU" in said
+    assert "a Hopper GPU" in json.loads(out.read_text())["absent"]["host"]
 
 
 # ---- one process, two libraries ----
