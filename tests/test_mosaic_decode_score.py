@@ -95,7 +95,7 @@ CASES = {
     "one CTA for all requests": dataclasses.replace(RAGGED, ctas=1),
     "more CTAs than steps": dataclasses.replace(RAGGED, ctas=16),
     "no request has a key": Case((0, -5), 4, 128, 2, rank=0, columns=8, width=4, ctas=2),
-    "late CTAs": Case((2500, 3000), 2, 128, 1, rank=0, columns=32, width=24, ctas=2),
+    "late CTAs": Case((5000, 7000), 2, 128, 1, rank=0, columns=72, width=60, ctas=2),
     "several segments": Case((17000, 300), 4, 128, 1, rank=3, columns=136, width=133, ctas=1),
     "query tokens before position 0": Case((2, 5, 700), 4, 128, 8, 2, 8, 6, ctas=2),
     "table narrower than the pages": Case((1500, 1500), 4, 128, 4, 0, 12, 7, ctas=2),
@@ -135,18 +135,40 @@ def test_unwritten_rows_do_not_matter():
     oracle.check_scores(case.run(queries, keys, table, before), before, plane, eps=0.0)
 
 
-@pytest.mark.parametrize("tagged", [False, True])
-@pytest.mark.parametrize("case", ["ragged, empty and negative lengths", "half blocks"])
+@pytest.mark.parametrize(
+    ("case", "tagged"),
+    [
+        ("ragged, empty and negative lengths", False),
+        ("ragged, empty and negative lengths", True),
+        ("half blocks", False),
+        ("half blocks", True),
+        ("one CTA for all requests", False),
+        ("more CTAs than steps", False),
+        ("no request has a key", True),
+        ("late CTAs", False),
+        ("several segments", False),
+        ("query tokens before position 0", False),
+        ("table narrower than the pages", False),
+    ],
+)
 def test_rows_without_a_plane(case, tagged):
     """Counts need not fit the lengths: blocks past a request's keys are -inf candidates."""
-    case = CASES[case]
+    _check_rows(CASES[case], 8192 // (CASES[case].page_size // 128), tagged)
+
+
+def test_rows_within_few_columns():
+    """Lengths and counts beyond the columns find what a plane of these columns would hold."""
+    _check_rows(CASES["columns fewer than the pages"], 8, tagged=False)
+
+
+def _check_rows(case: Case, columns: int, tagged: bool) -> None:
     queries, keys, table, _ = case.arrays()
     tokens = len(queries)
     rng = np.random.default_rng(2)
     counts = oracle.decode_num_valid_pages(case.lengths, case.query_len).astype(np.int32)
     counts[::2] += rng.integers(0, 30, counts[::2].shape, np.int32)
     tags = rng.integers(-9, 9, (4, tokens)).astype(np.int32) if tagged else None
-    shard, columns = case.shard, 8192 // (case.page_size // 128)
+    shard = case.shard
     kernel = functools.partial(
         mosaic.decode_rows,
         world_size=case.world_size,
@@ -155,6 +177,7 @@ def test_rows_without_a_plane(case, tagged):
         row_offset=case.row_offset,
         force_begin_blocks=1,
         force_end_blocks=2,
+        columns=columns,
         precision="exact",
         enable_pdl=True,
         target=race_free.interpreter(case.ctas),
@@ -180,9 +203,10 @@ def test_rows_without_a_plane(case, tagged):
 
 
 @pytest.mark.parametrize("late", [0, 5])
-@pytest.mark.parametrize("total", [0, 1, 7, 8, 9, 100, 524288])
+@pytest.mark.parametrize("total", [0, 1, 7, 8, 9, 97, 98, 524288])
 def test_parts_cover_everything_once(total, late):
     grid = Grid(resident=7, late=late)
+    assert grid.late_from == 98
     parts = [_part(total, cta, grid) for cta in range(grid.ctas)]
     at = 0
     for start, steps in parts:
@@ -196,7 +220,7 @@ def test_parts_cover_everything_once(total, late):
 
 
 def _part(total: int, cta: int, grid: Grid) -> tuple[int, int]:
-    start, steps = work_balance._part_stock(jnp.int32(total), jnp.int32(cta), grid)
+    start, steps = work_balance.part_stock(jnp.int32(total), jnp.int32(cta), grid)
     return int(start), int(steps)
 
 
@@ -210,16 +234,14 @@ def test_pages_of_any_length(page_size):
 
 def test_grid_fills_the_gpu():
     """Exactly the CTAs that fit: one more and some SMs would get two, others none."""
-    scorer = mma.Scorer(_ring(rows=32), tokens=1, world_size=4)
-    assert mosaic._resident(scorer) == 5
-    assert mosaic._grid(scorer, Target(sms=132)) == Grid(660, 660)
-    few = dataclasses.replace(scorer, ring=_ring(rows=32, requests=1, columns=4096))
-    assert mosaic._grid(few, Target(sms=132)) == Grid(660, 0)
-    least = dataclasses.replace(scorer, ring=_ring(rows=32, requests=2, columns=8))
-    assert mosaic._grid(least, Target(sms=132)) == Grid(4, 0)
+    assert _grid(requests=64, columns=1024) == Grid(660, 660)
+    assert _grid(requests=1, columns=4096) == Grid(660, 0)
+    assert _grid(requests=2, columns=8) == Grid(4, 0)
     assert ctas_per_sm(300_000) == 1
 
 
-def _ring(rows: int, requests: int = 32, columns: int = 1024) -> mma.PageRing:
+def _grid(requests: int, columns: int) -> Grid:
     batch = Batch(requests, page_size=128, columns=columns)
-    return mma.PageRing(batch, 1024, 1000, rows, 0, rows, stages=2, interpret=False)
+    ring = mma.PageRing(batch, 1024, 1000, 32, 0, 32, stages=2, interpret=False)
+    scratch = {**ring.scratch(), **mma.Scorer(ring, tokens=1, world_size=4).scratch()}
+    return mosaic._grid(batch, scratch, Target(sms=132))

@@ -131,13 +131,13 @@ def test_raw_bits_are_stored():
 
 def test_shares_cover_all_rows_once():
     for count, ctas in ((1, 1), (7, 3), (8, 8), (1000, 132)):
-        parts = [mosaic._share(cta, count, ctas) for cta in range(ctas)]
+        parts = [mosaic.share_out(cta, count, ctas) for cta in range(ctas)]
         covered = [i for start, stop in parts for i in range(start, stop)]
         assert covered == list(range(count))
 
 
 @pytest.mark.parametrize(("columns", "sizes"), [(64, (8,)), (256, (8, 16, 32)), (1024, (8, 16))])
 def test_short_ways_fit_the_plane(columns, sizes):
-    team, ctas = mosaic._grid(4096, columns, mosaic.Target(sms=132))
-    facts = mosaic.Select(4096, columns, 1, 0, 1, False, team, ctas)
+    team, ctas, direct = mosaic._grid(4096, columns, mosaic.Target(sms=132))
+    facts = mosaic.Select(4096, columns, 1, 0, 1, False, team, ctas, direct)
     assert facts.short_sizes == sizes

@@ -120,6 +120,78 @@ def test_compound_pages():
     _check(shard, _RAGGED, 1, queries, keys, columns=160, width=157, eps=0.0)
 
 
+@pytest.mark.parametrize("query_len", [1, 2, 4, 8])
+@pytest.mark.parametrize(("world_size", "page_size"), [(4, 128), (2, 128), (4, 256), (2, 256)])
+@pytest.mark.parametrize("tagged", [False, True])
+def test_rows_without_a_plane(world_size, page_size, query_len, tagged):
+    """Few values, so that scores tie; counts that need not fit the lengths."""
+    rng = np.random.default_rng(query_len)
+    shard = oracle.Shard(world_size - 1, world_size, page_size)
+    queries = oracle.e4m3_encode(rng.integers(-1, 2, (len(_RAGGED) * query_len, 4, 128)))
+    keys = oracle.e4m3_encode(rng.integers(-1, 2, (300, shard.rows, 128)))
+    _check_rows(shard, _RAGGED, query_len, queries, keys, width=150, tagged=tagged)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1 << 20, 300000, 77), (40000,) * 32, (2500,) * 200, (70000, 0, 9000)]
+)
+def test_rows_of_long_and_many_requests(lengths):
+    rng = np.random.default_rng(len(lengths))
+    shard = oracle.Shard(1, 4, 128)
+    queries = inputs.integer_queries(rng, len(lengths))
+    keys = inputs.integer_keys(rng, 500, shard.rows)
+    _check_rows(shard, lengths, 1, queries, keys, width=-(-min(max(lengths), 1 << 20) // 128))
+
+
+def _check_rows(
+    shard: oracle.Shard,
+    lengths: tuple[int, ...],
+    query_len: int,
+    queries: np.ndarray,
+    keys: np.ndarray,
+    *,
+    width: int,
+    tagged: bool = False,
+) -> None:
+    rng = np.random.default_rng(2)
+    tokens, columns = len(lengths) * query_len, 8192 // (shard.page_size // 128)
+    held = [min(length, width * shard.page_size) for length in lengths]
+    table = inputs.block_table(rng, held, shard.page_size, width, len(keys), bad_share=0.1)
+    counts = np.clip(oracle.decode_num_valid_pages(lengths, query_len), 0, 9000).astype(np.int32)
+    counts[::3] += rng.integers(-20, 40, counts[::3].shape, np.int32)
+    tags = rng.integers(-9, 9, (4, tokens)).astype(np.int32) if tagged else None
+    kernel = functools.partial(
+        mosaic.decode_rows,
+        world_size=shard.world_size,
+        page_size=shard.page_size,
+        decode_query_len=query_len,
+        row_offset=shard.row_offset,
+        force_begin_blocks=1,
+        force_end_blocks=2,
+        columns=columns,
+        precision="exact",
+        enable_pdl=not tagged,
+        target=current_target(),
+    )
+    call = jax.jit(lambda rank, tags, *arrays: kernel(*arrays, tags, rank=rank))
+    arrays = (inputs.fp8(queries), inputs.fp8(keys), jnp.asarray(table))
+    arrays = (*arrays, jnp.asarray(lengths, jnp.int32), jnp.asarray(counts))
+    actual = np.asarray(call(jnp.int32(shard.rank), tags, *arrays))
+    for _ in range(3):
+        again = np.asarray(call(jnp.int32(shard.rank), tags, *arrays))
+        np.testing.assert_array_equal(again, actual)
+
+    plane = oracle.decode_plane(queries, keys, table, lengths, columns, shard, query_len)
+    scores = plane.scores.astype(np.float32)
+    scale, offset = shard.index_scale, shard.index_offset
+    want = oracle.select(scores, counts, 1, 2, index_scale=scale, index_offset=offset)
+    if tagged:
+        np.testing.assert_array_equal(actual[..., 0], want[..., :32])
+        assert (actual[..., 1] == tags[..., None]).all()
+    else:
+        np.testing.assert_array_equal(actual, want)
+
+
 def test_cache_over_two_gib():
     """Pages at both ends of a cache whose byte offsets pass 2**31 and 2**32."""
     shard = oracle.Shard(1, 2, 256)

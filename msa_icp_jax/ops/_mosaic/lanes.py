@@ -293,9 +293,16 @@ def warp_xor(x: Lane, distance: int) -> Lane:
 
 def warp_prefix_sum(x: Lane, lane: Lane) -> Lane:
     """Sum of x over this lane and the lower ones."""
+    return warp_prefix_sums([x], lane)[0]
+
+
+def warp_prefix_sums(xs: Sequence[Lane], lane: Lane) -> list[Lane]:
+    """`warp_prefix_sum` of several values at once."""
+    sums = list(xs)
     for distance in (1, 2, 4, 8, 16):
-        x = where(lane >= distance, x + warp_below(x, distance, 32), x)
-    return x
+        below = [warp_below(x, distance, 32) for x in sums]
+        sums = [where(lane >= distance, x + y, x) for x, y in zip(sums, below, strict=True)]
+    return sums
 
 
 # ---- control flow ----

@@ -22,7 +22,7 @@ import functools
 
 from jaxlib.mlir import ir
 
-from msa_icp_jax.geometry import TOPK, cdiv
+from msa_icp_jax.geometry import MAX_BLOCKS, TOPK, cdiv
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, f32, i32, i64, int32, where
 from msa_icp_jax.ops._mosaic.top16 import (
@@ -40,6 +40,7 @@ from msa_icp_jax.rows import NEG_INF_WORD, NO_BLOCK
 
 WARPS = 4  # of a warpgroup
 _WARP = 32
+_LIST_PART = 32  # entries of a list that a lane looks at together
 _CONTENDERS = LIST_ENTRIES  # most that are ranked: two a lane
 _NEG_INF_KEY = NEG_INF_WORD ^ 0x7FFFFFFF
 
@@ -73,12 +74,82 @@ class Bounds:
         """Columns that are not forced."""
         return self.back - self.front
 
+    @property
+    def chosen_at(self) -> Lane:
+        """The first place of a row that is not forced."""
+        return self.front - self.first
+
+
+def find_bounds(
+    count: Lane, offset: Lane, *, scale: int, columns: int, begin: int, end: int
+) -> Bounds:
+    """Where the candidates of a token with `count` visible blocks lie, and the forced among them.
+
+    Args:
+      count: visible blocks, perhaps negative or too many.
+      offset: block of column 0.
+      scale: blocks from one column to the next, 1 or 2.
+      columns: columns there are.
+      begin, end: forced blocks at the start, and visible ones at the end.
+    """
+
+    def columns_below(block: Lane) -> Lane:
+        column = (block - offset + (scale - 1)) >> (scale.bit_length() - 1)
+        return lanes.clip(column, 0, columns)
+
+    count = lanes.maximum(count, 0)
+    first = columns_below(int32(0))
+    stop = columns_below(lanes.minimum(count, MAX_BLOCKS))
+    front = lanes.clip(columns_below(int32(begin)), first, stop)
+    back = lanes.clip(columns_below(lanes.minimum(count - end, MAX_BLOCKS)), front, stop)
+    need = int32(TOPK) - (front - first) - (stop - back)
+    return Bounds(first, front, back, stop, lanes.minimum(need, back - front))
+
 
 @dataclasses.dataclass
 class Row(Bounds):
-    """A row and where its candidates lie."""
+    """A row and where its candidates lie.
+
+    Attributes:
+      scores: its scores.
+      listed: None; or the columns that its scores belong to, -1 (and NaN for a score) where there
+        is none. The row's fields but `first` are places of the list then.
+    """
 
     scores: Words
+    listed: Words | None = None
+
+
+@dataclasses.dataclass
+class Forced:
+    """The place of a row that this lane fills if no chosen block comes there (lanes 0 to 15).
+
+    Attributes:
+      here: whether that is so.
+      live: whether there is a block, or the place is one of the tail.
+      column: its column.
+      word: where the bits of its score are.
+      known: whether they are there; it is -inf otherwise.
+    """
+
+    here: Lane
+    live: Lane
+    column: Lane
+    word: Words
+    known: Lane
+
+    @staticmethod
+    def of_row(row: Row, lane: Lane) -> Forced:
+        behind = lane - (row.chosen_at + row.need)
+        column = where(lane < row.chosen_at, row.first + lane, row.back + behind)
+        here = (lane < TOPK) & ((lane < row.chosen_at) | (behind >= 0))
+        live = here & (column < row.stop)
+        return Forced(here, live, column, row.scores + column, live)
+
+    def load(self) -> Lane:
+        """The bits of the score."""
+        text = "mov.b32 $0, 0xff800000; @$2 ld.global.b32 $0, [$1];"
+        return lanes.ptx(text, Lane(self.word.pointer), self.known, result=i32())
 
 
 @dataclasses.dataclass
@@ -100,6 +171,13 @@ class _Contender:
 
     def types(self) -> list[ir.Type]:
         return [x.type for x in self.parts()]
+
+
+def _maximum(values: list[Lane]) -> Lane:
+    bests = [lanes.constant(float("-inf"), f32())] * 4  # four short chains, not a long one
+    for i, value in enumerate(values):
+        bests[i % 4] = lanes.maximum(bests[i % 4], value)
+    return functools.reduce(lanes.maximum, bests)
 
 
 @dataclasses.dataclass
@@ -130,39 +208,35 @@ class Team:
     def _vector(self) -> int:
         return vector_of(self.columns)
 
-    def select(self, row: Row) -> None:
-        """Leaves the row's 16 words and 16 ids in the leading warp's view of `shared`."""
-        self._put_forced(row)
-        count = self._contenders(row)
+    def select(
+        self, row: Row, values: list[Lane] | None = None, forced: Forced | None = None
+    ) -> None:
+        """Leaves the row's 16 words and 16 ids in the leading warp's view of `shared`.
+
+        Args:
+          row: the row.
+          values: what `load` returned, where the caller has loaded the row already.
+          forced: what comes to the places that are not chosen; None: what the row says.
+        """
+        forced = Forced.of_row(row, self.lane) if forced is None else forced
+        word = forced.load()  # looked at late: nothing waits for it
+        count = self._contenders(row, values)
         with lanes.when(self.leads):
+            self._put_forced(forced, word)
             self._finish(row, count)
 
     def _id(self, column: Lane) -> Lane:
         scale, offset = self.ids
         return column * scale + offset
 
-    def _put_forced(self, row: Row) -> None:
+    def _put_forced(self, forced: Forced, word: Lane) -> None:
         """Puts the forced blocks and the tail in their places; the chosen ones stay open."""
-        place = self.lane
-        column = row.first + place
-        chosen_at = row.front - row.first
-        behind = place - (chosen_at + row.need)
-        column = where(place < chosen_at, column, row.back + behind)
-        is_open = (place >= chosen_at) & (behind < 0)
-        with lanes.when(self.leads & (place < TOPK) & (is_open ^ 1)):
-            live = column < row.stop
+        with lanes.when(forced.here):
+            (self.shared + (self.lane + WORDS_AT)).store(word)
+            block = where(forced.live, self._id(forced.column), NO_BLOCK)
+            (self.shared + (self.lane + (WORDS_AT + TOPK))).store(block)
 
-            def forced() -> list[Lane]:
-                return [(row.scores + column).load(), self._id(column)]
-
-            def tail() -> list[Lane]:
-                return [int32(NEG_INF_WORD), int32(NO_BLOCK)]
-
-            word, block = lanes.choose(live, [i32(), i32()], forced, tail)
-            (self.shared + (place + WORDS_AT)).store(word)
-            (self.shared + (place + (WORDS_AT + TOPK))).store(block)
-
-    def _contenders(self, row: Row) -> Lane:
+    def _contenders(self, row: Row, values: list[Lane] | None) -> Lane:
         """Leaves the columns that may win in shared memory; returns how many.
 
         At most 64 columns are not written anywhere: contender i is then column front + i.
@@ -171,22 +245,48 @@ class Team:
             (row.open <= _CONTENDERS) | row.need.eq(0),
             [i32()],
             lambda: [where(row.need.eq(0), 0, row.open)],
-            lambda: [self._scan(row)],
+            lambda: [self._scan(row, values) if row.listed is None else self._scan_list(row)],
         )[0]
 
-    def _scan(self, row: Row) -> Lane:
+    def _scan(self, row: Row, values: list[Lane] | None) -> Lane:
         """Contenders of a long row."""
-        team = self.warps
-        values = self._load(row)
-        self._publish_maximum(values)
+        values = self.load(row) if values is None else values
+        self._publish(_maximum(values))
+        bar_key = self._bar(row)
+        found = self._collect(values, flip(bar_key).bits(f32()), row)
+        return self._unless_too_many(found, bar_key, row)
+
+    def _scan_list(self, row: Row) -> Lane:
+        """Contenders of a list, whose length is known only at run time.
+
+        It is gone through in parts that a team can hold. Only the first one is held on to.
+        """
+        part = _LIST_PART * _WARP * self.warps
+        first = self._load_part(row, int32(0))
+
+        def best_of(start: Lane, best: Lane) -> list[Lane]:
+            return [lanes.maximum(best, _maximum(self._load_part(row, start)))]
+
+        (best,) = lanes.loop(int32(part), row.back, part, [_maximum(first)], best_of)
+        self._publish(best)
         bar_key = self._bar(row)
         bar = flip(bar_key).bits(f32())
-        found = self._collect(values, bar, row)
+        found = self._put_columns([lanes.which_reach(first, bar)], int32(0), int32(0))
+
+        def put(start: Lane, found: Lane) -> list[Lane]:
+            mask = lanes.which_reach(self._load_part(row, start), bar)
+            return [self._put_columns([mask], found, start)]
+
+        (found,) = lanes.loop(int32(part), row.back, part, [found], put)
+        return self._unless_too_many(self._counted(found), bar_key, row)
+
+    def _unless_too_many(self, found: Lane, bar_key: Lane, row: Row) -> Lane:
+        """The number of contenders found; where they are too many, takes the slow way to fewer."""
         overflow = (found > _CONTENDERS) | (bar_key <= _NEG_INF_KEY)
 
         def stream() -> list[Lane]:
             self._stream(row, bar_key)
-            return [int32(TOPK * team)]
+            return [int32(TOPK * self.warps)]
 
         return lanes.choose(overflow, [i32()], stream, lambda: [found])[0]
 
@@ -196,15 +296,22 @@ class Team:
         lane = self.lane if team == 1 else self.warp * _WARP + self.lane
         return int32(0).like(chunk) * (_WARP * team * vector) + lane * vector
 
-    def _load(self, row: Row) -> list[Lane]:
+    def load(self, row: Row) -> list[Lane]:
         """This lane's scores, NaN where a load would leave [front, back).
 
         The up to three columns at either end that share a load with columns outside are left to
         `_collect`, which takes them without looking at them.
         """
+        return self._load(row, int32(0), self.columns)
+
+    def _load_part(self, row: Row, start: Lane) -> list[Lane]:
+        """This lane's scores of the part of a list that begins at `start`."""
+        return self._load(row, start, _LIST_PART * _WARP * self.warps)
+
+    def _load(self, row: Row, start: Lane, columns: int) -> list[Lane]:
         vector = self._vector
         stride = vector * _WARP * self.warps
-        column = self._column(0)
+        column = self._column(0) + start
         place = row.scores + column
         low, high = (lanes.fresh(x) for x in (row.front - column, row.back - column - vector))
         results = ", ".join(f"${i}" for i in range(vector))
@@ -212,17 +319,14 @@ class Team:
         kind = f"v{vector}.f32 {{{results}}}" if vector > 1 else f"f32 {results}"
         text = f"{moves} @${vector + 1} ld.global.{kind}, [${vector}];"
         values: list[Lane] = []
-        for chunk in range(cdiv(self.columns, stride)):
+        for chunk in range(cdiv(columns, stride)):
             inside = (low <= chunk * stride) & (high >= chunk * stride)
             pointer = Lane((place + chunk * stride).pointer)
             values += lanes.ptx(text, pointer, inside, result=[f32()] * vector)
         return values
 
-    def _publish_maximum(self, values: list[Lane]) -> None:
-        bests = [lanes.constant(float("-inf"), f32())] * 4  # four short chains, not a long one
-        for i, value in enumerate(values):
-            bests[i % 4] = lanes.maximum(bests[i % 4], value)
-        best = functools.reduce(lanes.maximum, bests)
+    def _publish(self, best: Lane) -> None:
+        """Shows this lane's maximum to the team."""
         maxima = self.shared + _MAXIMA_AT
         if self.warps == 1:
             (maxima + self.lane).store(best)
@@ -256,19 +360,26 @@ class Team:
 
     def _collect(self, values: list[Lane], bar: Lane, row: Row) -> Lane:
         """Writes the columns that reach the bar, up to 64 of them; returns how many reach it."""
-        team, vector = self.warps, self._vector
         masks = []
         for start in range(0, len(values), _WARP):
             masks.append(lanes.which_reach(values[start : start + _WARP], bar))
+        edges = self._edges(row, self.shared + COLUMNS_AT) if self._vector > 1 else int32(0)
+        return self._counted(self._put_columns(masks, edges, int32(0)))
 
+    def _put_columns(self, masks: list[Lane], found: Lane, start: Lane) -> Lane:
+        """Writes the columns of the lanes' mask bits behind those found, from `start` on.
+
+        Returns `found` for the next call: with one warp these are more then. With four they are
+        counted in shared memory, beside the constant number of those found in another way.
+        """
+        team, vector = self.warps, self._vector
         columns = self.shared + COLUMNS_AT
-        edges = self._edges(row, columns) if vector > 1 else int32(0)
         number = lanes.popcount(masks[0])
         for mask in masks[1:]:
             number = number + lanes.popcount(mask)
         upto = lanes.warp_prefix_sum(number, self.lane)
         total = lanes.warp_from(upto, _WARP - 1)
-        place = edges + upto - number
+        place = found + upto - number
         if team > 1:
             base = lanes.choose(
                 self.lane.eq(0),
@@ -284,19 +395,23 @@ class Team:
                 bit = lanes.lowest_bit(mask)
                 chunk = (bit >> (vector.bit_length() - 1)) + first_chunk
                 with lanes.when(place < _CONTENDERS):
-                    column = self._column(chunk) + (bit & (vector - 1))
+                    column = start + self._column(chunk) + (bit & (vector - 1))
                     (columns + place).store(column)
                 return [place + 1, mask & (mask - 1)]
 
             place, _ = lanes.repeat_while([place, mask], lambda _, mask: mask.ne(0), write_one)
-        if team == 1:
+        return found if team > 1 else found + total
+
+    def _counted(self, found: Lane) -> Lane:
+        """All columns written, by any warp, once they are there."""
+        if self.warps == 1:
             lanes.warp_barrier()
-            return edges + total
+            return found
         lanes.team_barrier()
-        return edges + (self.shared + _COUNT_AT).load()
+        return found + (self.shared + _COUNT_AT).load()
 
     def _edges(self, row: Row, columns: Words) -> Lane:
-        """Takes the columns of [front, back) that `_load` left out; returns their number."""
+        """Takes the columns of [front, back) that `load` left out; returns their number."""
         vector = self._vector
         inner = (row.front + (vector - 1)) & -vector
         before = inner - row.front
@@ -330,7 +445,10 @@ class Team:
                 text = "mov.b32 $0, 0; @$2 ld.global.f32 $0, [$1];"
                 scores.append(lanes.ptx(text, pointer, column < stop, result=f32()))
             for column, score in zip(columns, scores, strict=True):
-                state = best.insert(score, column, column < stop, state)
+                valid = column < stop
+                if row.listed is not None:
+                    valid = valid & score.eq(score)
+                state = best.insert(score, column, valid, state)
             return state
 
         held, _ = lanes.loop(start, stop, 8 * _WARP, [int32(0), bar_key - 1], eight)
@@ -378,6 +496,10 @@ class Team:
         pointer = Lane((row.scores + column).pointer)
         text = "mov.b32 $0, 0xff800000; @$2 ld.global.f32 $0, [$1];"
         score = lanes.ptx(text, pointer, live, result=f32())
+        if row.listed is not None:
+            text = "mov.b32 $0, -1; @$2 ld.global.b32 $0, [$1];"
+            column = lanes.ptx(text, Lane((row.listed + column).pointer), live, result=i32())
+            live = column >= 0
         value = lanes.maximum(score, float("-inf")) + 0.0  # NaN is -inf, -0.0 is +0.0
         (self.shared + (_MAXIMA_AT + index)).store(value)
         return _Contender(column, score.bits(i32()), value, live)
@@ -424,7 +546,7 @@ class Team:
 
     def _put_winner(self, contender: _Contender, wins: Lane, row: Row) -> None:
         """Puts a winner where its id belongs among the other winners'."""
-        lower = row.front - row.first
+        lower = row.chosen_at
         for i in range(0, TOPK, 4):
             for other in (self.shared + (_PICKED_AT + i)).load_vector(i32(), 4):
                 lower = lower + lanes.is_negative(other - contender.column)  # both are >= 0

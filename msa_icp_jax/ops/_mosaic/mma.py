@@ -17,11 +17,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
 from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS
 from msa_icp_jax.ops._mosaic import lanes
@@ -35,13 +37,22 @@ from msa_icp_jax.ops._mosaic.page_ring import (
     pages_of_step,
     slot_of_warp,
     stage_of,
+    wait_for_turn,
     warp_number,
 )
-from msa_icp_jax.ops._mosaic.work_balance import STEP_PAGES, WARP
+from msa_icp_jax.ops._mosaic.work_balance import (
+    PER_THREAD,
+    STEP_PAGES,
+    WARP,
+    divide,
+    of_thread,
+    per_thread,
+)
 
 _SCALAR = plgpu.Layout.WG_SPLAT
 _LOWEST = float("-inf")
 _TILE = 8  # query rows of a product
+_THREADS = STEP_PAGES * WARP
 _QUERY_WORDS = 8 * 2 * WARP  # of one tile's fragments: 8 steps, two words a lane
 _MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
@@ -99,10 +110,15 @@ class Scorer:
             "found": plgpu.SMEM((self.query_rows, SEGMENT_PAGES), jnp.float32),
         }
 
-    def load_queries(self, query: Any, queries: Any, request: Any) -> None:
-        """Widens a request's query rows into `queries`; a barrier has to follow."""
-        load = _load_queries_stock if self.ring.interpret else _load_queries_inline
-        load(query, queries, request, self)
+    def read_queries(self, query: Any, request: Any) -> list[jax.Array]:
+        """Starts to read a request's query rows, for `keep_queries`."""
+        read = _read_queries_stock if self.ring.interpret else _read_queries_inline
+        return read(query, request, self)
+
+    def keep_queries(self, queries: Any, words: list[jax.Array]) -> None:
+        """Widens what `read_queries` returned into `queries`; a barrier has to follow."""
+        keep = _keep_queries_stock if self.ring.interpret else _keep_queries_inline
+        keep(queries, words, self)
 
     def room(self, first: Any, length: Any, rank: Any) -> Any:
         """See `Step`: of a segment that begins at step `first` of a request of `length` tokens."""
@@ -115,30 +131,54 @@ class Scorer:
         score(scratch, step, self)
 
 
-def _load_queries_stock(query: Any, queries: Any, request: Any, scorer: Scorer) -> None:
-    tokens = query[pl.ds(request * scorer.tokens, scorer.tokens)]
+def _read_queries_stock(query: Any, request: Any, scorer: Scorer) -> list[jax.Array]:
+    return [query[pl.ds(request * scorer.tokens, scorer.tokens)]]
+
+
+def _keep_queries_stock(queries: Any, words: list[jax.Array], scorer: Scorer) -> None:
+    (tokens,) = words
     queries[...] = tokens.reshape(scorer.query_rows, HEAD_DIM).astype(jnp.float32)
 
 
-def _load_queries_inline(query: Any, queries: Any, request: Any, scorer: Scorer) -> None:
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR))
-    def load(_: Any, query: Any, queries: Any, request: Any) -> None:
-        request, rows = lanes.scalar(request), scorer.query_rows
+def _pieces(scorer: Scorer) -> int:
+    """Pieces of 16 bytes that a thread reads of a request's query rows: 1, or 2 of four tiles."""
+    return max(1, scorer.tiles * _TILE * 8 // _THREADS)
 
-        def piece(at: Lane) -> tuple[()]:
-            """16 bytes of a row: four words, steps ``4 (chunk // 4)`` upwards of lane chunk % 4."""
+
+def _read_queries_inline(query: Any, request: Any, scorer: Scorer) -> list[jax.Array]:
+    result = plgpu.ShapeDtypeStruct((_THREADS,), np.dtype(np.int32), PER_THREAD)
+    pieces, rows = _pieces(scorer), scorer.query_rows
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=(result,) * (4 * pieces))
+    def read(_: Any, query: Any, request: Any) -> Any:
+        words: list[Any] = []
+        for i in range(pieces):
+            at = lanes.thread() + i * _THREADS
+            row = lanes.scalar(request) * rows + lanes.minimum(at >> 3, rows - 1)
+            place = Words.of(query) + (row * (HEAD_DIM // 4) + (at & 7) * 4)
+            text = "ld.relaxed.gpu.global.v4.b32 {$0, $1, $2, $3}, [$4];"
+            words += lanes.ptx(text, Lane(place.pointer), result=(lanes.i32(),) * 4)
+        return tuple(per_thread(word) for word in words)
+
+    return list(read(query, request))
+
+
+def _keep_queries_inline(queries: Any, words: list[jax.Array], scorer: Scorer) -> None:
+    """Piece `chunk` of a row: four words, steps ``4 (chunk // 4)`` upwards of lane chunk % 4."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[PER_THREAD] * len(words)))
+    def keep(_: Any, queries: Any, *words: Any) -> None:
+        for i in range(_pieces(scorer)):
+            piece = [of_thread(word) for word in words[4 * i : 4 * i + 4]]
+            at = lanes.thread() + i * _THREADS
             row, chunk = at >> 3, at & 7
-            source = (request * rows + lanes.minimum(row, rows - 1)) * (HEAD_DIM // 4) + chunk * 4
-            words = (Words.of(query) + source).load_vector(lanes.i32(), 4)
             lane = (row & 7) * 4 + (chunk & 3)
             place = Words.of(queries) + ((row >> 3) * _QUERY_WORDS + (chunk >> 2) * 256 + lane * 4)
-            place.store_vector([*_widen(words[0]), *_widen(words[1])])
-            (place + 128).store_vector([*_widen(words[2]), *_widen(words[3])])
-            return ()
+            with lanes.when(row < scorer.tiles * _TILE):
+                place.store_vector([*_widen(piece[0]), *_widen(piece[1])])
+                (place + 128).store_vector([*_widen(piece[2]), *_widen(piece[3])])
 
-        lanes.loop(lanes.thread(), int32(scorer.tiles * _TILE * 8), 128, (), piece)
-
-    load(query, queries, request)
+    keep(queries, *words)
 
 
 def _score_stock(scratch: dict[str, Any], step: Step, scorer: Scorer) -> None:
@@ -163,10 +203,12 @@ def _score_inline(scratch: dict[str, Any], step: Step, scorer: Scorer) -> None:
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(names), *[_SCALAR] * len(step)))
     def score(_: Any, *arguments: Any) -> None:
         slots, arrived, page_ids, queries, found = arguments[: len(names)]
-        step = Step(*(lanes.scalar(x) for x in arguments[len(names) :]))
+        # Fresh, or the compiler keeps a register for everything that grows with the step.
+        step = Step(*(lanes.fresh(lanes.scalar(x)) for x in arguments[len(names) :]))
         lane = lanes.thread() & (WARP - 1)
         stage = stage_of(step.count, ring)
-        _wait(barrier_of_warp(arrived, ring, stage), step.count, ring)
+        turn = divide(step.count, int32(ring.stages))
+        wait_for_turn(barrier_of_warp(arrived, ring, stage), turn)
 
         column = step.number * STEP_PAGES + warp_number()
         room = step.room - column * ring.batch.page_size  # the first token sees rows 0 .. room
@@ -187,17 +229,6 @@ def _score_inline(scratch: dict[str, Any], step: Step, scorer: Scorer) -> None:
 
 
 # ---- parts of the inline code: each emits the program of one CUDA thread ----
-
-
-def _wait(barrier: Lane, count: Lane, ring: PageRing) -> None:
-    parity = Lane(arith.divui(count.value, int32(ring.stages).value)) & 1
-    lanes.ptx(
-        "{ .reg .pred done; again:"
-        " mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; @!done bra again; }",
-        barrier,
-        parity,
-        collective=True,
-    )
 
 
 def _widen(word: Lane) -> tuple[Lane, Lane]:
@@ -258,9 +289,14 @@ def _products(keys: Lane, fragments: Lane, scorer: Scorer) -> list[Lane]:
     tiles = scorer.tiles
     zero = lanes.constant(0.0, lanes.f32())
     sums = [[[zero] * 4 for _ in range(tiles)] for _ in range(2)]
-    both = [[_key_words(keys + h * 64 + m * 8 * HEAD_DIM) for m in range(2)] for h in range(2)]
+    at_once = 2 if scorer.tiles > 1 else 1  # halves of a row: few products need few registers
     for step in range(8):
-        words = both[step // 4]
+        if step % (4 * at_once) == 0:
+            halves = [
+                [_key_words(keys + (step // 4 + h) * 64 + m * 8 * HEAD_DIM) for m in range(2)]
+                for h in range(at_once)
+            ]
+        words = halves[step // 4 % at_once]
         if step % 2 == 0:
             at = fragments + step // 2 * 512
             query = [_load16(at + n * _QUERY_WORDS * 4) for n in range(tiles)]

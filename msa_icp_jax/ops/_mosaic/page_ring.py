@@ -12,7 +12,8 @@ any page pitch that is a multiple of 128 bytes and any cache size will do.
 
 Before an earlier kernel has ended (programmatic dependent launch) nothing may be read for its
 value. `prefetch` reads the table all the same, as a hint: it asks the second-level cache for the
-pages that will probably be wanted first.
+pages that will probably be wanted first. Once it has ended, `copy_first` copies them without
+waiting for anything but their ids.
 """
 
 from __future__ import annotations
@@ -25,22 +26,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from msa_icp_jax.geometry import HEAD_DIM
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, when, where
-from msa_icp_jax.ops._mosaic.work_balance import STEP_PAGES, WARP, Batch, Share, load_fresh
+from msa_icp_jax.ops._mosaic.work_balance import (
+    PER_THREAD,
+    STEP_PAGES,
+    WARP,
+    Batch,
+    Share,
+    load_fresh,
+    of_thread,
+    per_thread,
+)
 
 SEGMENT_STEPS = 32  # steps whose page ids are held at a time
 SEGMENT_PAGES = SEGMENT_STEPS * STEP_PAGES
 _KEPT_IDS = 2 * SEGMENT_PAGES  # of this segment and the next, in a circle
 HALF_SHIFT = 64  # bytes between the end of a slot's first half and the start of its second
 _SCALAR = plgpu.Layout.WG_SPLAT
-_PER_THREAD = plgpu.Layout.WG_STRIDED((SEGMENT_PAGES,), vec_size=1)
 _KEEP_SHORTLY = 0x12F0000000000000  # cache policy: evict first, a key is read once
 
 
@@ -108,10 +115,12 @@ class PageRing:
         read = _read_ids_stock if self.interpret else _read_ids_inline
         return read(table, share, self)
 
-    def prefetch(self, keys: Any, query: Any, ids: jax.Array, share: Share, rows: int) -> None:
-        """Asks the second-level cache for the first pages and the `rows` query rows."""
+    def prefetch(
+        self, keys: Any, query: Any, ids: jax.Array, share: Share, rows: int, steps: int
+    ) -> None:
+        """Asks the second-level cache for the pages of `steps` steps and the `rows` query rows."""
         if not self.interpret:
-            _prefetch_inline(keys, query, ids, share, rows, self)
+            _prefetch_inline(keys, query, ids, share, rows, steps, self)
 
     def keep_ids(self, page_ids: Any, ids: jax.Array, count: Any) -> None:
         """Keeps what `read_ids` returned for the CTA's steps from number `count` on.
@@ -120,6 +129,25 @@ class PageRing:
         """
         keep = _keep_ids_stock if self.interpret else _keep_ids_inline
         keep(page_ids, ids, count)
+
+    def read_first(self, table: Any, share: Share, steps: Any) -> Any:
+        """Starts to read the ids of a share's first `steps` steps for `copy_first`."""
+        return None if self.interpret else _read_first_inline(table, share, steps, self)
+
+    def copy_first(self, keys: Any, scratch: dict[str, Any], first: Any, steps: Any) -> Any:
+        """Starts the copies of steps 0 upwards by what `read_first` returned.
+
+        Returns how many steps are under way: in interpret mode none.
+        """
+        if self.interpret:
+            return jnp.int32(0)
+        _copy_first_inline(keys, scratch, first, steps, self)
+        return steps
+
+    def drop_first(self, arrived: Any, steps: Any) -> None:
+        """Waits for the `steps` steps that `copy_first` started in this warp; all is as before."""
+        if not self.interpret:
+            _drop_first_inline(arrived, steps, self)
 
     def copy(self, keys: Any, scratch: dict[str, Any], count: Any) -> None:
         """Starts the copies of step `count`; the pages of step ``count - stages`` are done with."""
@@ -131,13 +159,16 @@ def _start_inline(arrived: Any, ring: PageRing) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def start(_: Any, arrived: Any) -> None:
         with when((lanes.thread() & (WARP - 1)).eq(0)):
-            for stage in range(ring.stages):
-                lanes.ptx(
-                    "mbarrier.init.shared.b64 [$0], 1;", barrier_of_warp(arrived, ring, stage)
-                )
-            lanes.ptx("fence.mbarrier_init.release.cluster;")
+            _make_barriers(arrived, ring)
 
     start(arrived)
+
+
+def _make_barriers(arrived: Any, ring: PageRing) -> None:
+    """One thread's code: makes its warp's barriers."""
+    for stage in range(ring.stages):
+        lanes.ptx("mbarrier.init.shared.b64 [$0], 1;", barrier_of_warp(arrived, ring, stage))
+    lanes.ptx("fence.mbarrier_init.release.cluster;")
 
 
 def _read_ids_stock(table: Any, share: Share, ring: PageRing) -> jax.Array:
@@ -149,31 +180,30 @@ def _read_ids_stock(table: Any, share: Share, ring: PageRing) -> jax.Array:
 
 
 def _read_ids_inline(table: Any, share: Share, ring: PageRing) -> jax.Array:
-    batch = ring.batch
-    result = plgpu.ShapeDtypeStruct((SEGMENT_PAGES,), np.dtype(np.int32), _PER_THREAD)
+    result = plgpu.ShapeDtypeStruct((SEGMENT_PAGES,), np.dtype(np.int32), PER_THREAD)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[_SCALAR] * 4), return_type=result)
     def read(_: Any, table: Any, *share: Any) -> Any:
         request, length, first, steps = (lanes.scalar(x) for x in share)
         page = first * STEP_PAGES + lanes.thread()
-        end = lanes.minimum(batch.pages_in_lane(length), ring.width)
-        exists = (steps > 0) & (page < end)
-        at = request.to_i64() * ring.width + page.to_i64()
-        entry = Words.of(table) + where(exists, at, 0)
-        known = load_fresh(entry)
-        valid = exists & (known >= 0) & (known < ring.pages)
-        return per_thread(where(valid, known, -1))
+        return per_thread(page_id_at(table, request, length, page, steps > 0, ring))
 
     return read(table, *share)
 
 
 def _prefetch_inline(
-    keys: Any, query: Any, ids: jax.Array, share: Share, rows: int, ring: PageRing
+    keys: Any,
+    query: Any,
+    ids: jax.Array,
+    share: Share,
+    rows: int,
+    ahead: int,
+    ring: PageRing,
 ) -> None:
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _PER_THREAD, _SCALAR, _SCALAR))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), PER_THREAD, _SCALAR, _SCALAR))
     def prefetch(_: Any, keys: Any, query: Any, ids: Any, request: Any, steps: Any) -> None:
         page_id, thread = of_thread(ids), lanes.thread()
-        with when((thread < STEP_PAGES * ring.stages) & (page_id >= 0)):
+        with when((thread < ahead * STEP_PAGES) & (page_id >= 0)):
             lanes.ptx(
                 "cp.async.bulk.prefetch.L2.global.L2::cache_hint [$0], $1, $2;",
                 page_address(keys, page_id, ring),
@@ -193,7 +223,7 @@ def _keep_ids_stock(page_ids: Any, ids: jax.Array, count: Any) -> None:
 
 
 def _keep_ids_inline(page_ids: Any, ids: jax.Array, count: Any) -> None:
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _PER_THREAD, _SCALAR))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, _SCALAR))
     def keep(_: Any, page_ids: Any, ids: Any, count: Any) -> None:
         at = lanes.scalar(count) * STEP_PAGES + lanes.thread()
         (Words.of(page_ids) + (at & (_KEPT_IDS - 1))).store(of_thread(ids))
@@ -222,42 +252,79 @@ def _copy_inline(keys: Any, scratch: dict[str, Any], count: Any, ring: PageRing)
         lanes.ptx("fence.proxy.async.shared::cta;")
         lanes.warp_barrier()
         with when((lanes.thread() & (WARP - 1)).eq(0)):
-            page_id = page_of_warp(page_ids, count)
-            stage = stage_of(count, ring)
-            barrier = barrier_of_warp(arrived, ring, stage)
-            there = page_id >= 0
-            size = where(there, int32(2 * ring.half_bytes), 0)
-            lanes.ptx("mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", barrier, size)
-            with when(there):
-                source = page_address(keys, page_id, ring)
-                target = slot_of_warp(slots, ring, stage)
-                _bulk_copy(target, source, ring.half_bytes, barrier)
-                _bulk_copy(
-                    target + (ring.half_bytes + HALF_SHIFT),
-                    source + ring.half_bytes,
-                    ring.half_bytes,
-                    barrier,
-                )
+            _copy_page(
+                keys, slots, arrived, page_of_warp(page_ids, count), stage_of(count, ring), ring
+            )
 
     names = ("slots", "arrived", "page_ids")
     copy(keys, *(scratch[name] for name in names), count)
 
 
+def _read_first_inline(table: Any, share: Share, steps: Any, ring: PageRing) -> jax.Array:
+    """Lane j of a warp has the id of the warp's page in step j."""
+    result = plgpu.ShapeDtypeStruct((SEGMENT_PAGES,), np.dtype(np.int32), PER_THREAD)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[_SCALAR] * 4), return_type=result)
+    def read(_: Any, table: Any, *scalars: Any) -> Any:
+        request, length, first, steps = (lanes.scalar(x) for x in scalars)
+        step = lanes.thread() & (WARP - 1)
+        page = (first + step) * STEP_PAGES + warp_number()
+        return per_thread(page_id_at(table, request, length, page, step < steps, ring))
+
+    return read(table, *share[:3], steps)
+
+
+def _copy_first_inline(
+    keys: Any, scratch: dict[str, Any], first: Any, steps: Any, ring: PageRing
+) -> None:
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 3, PER_THREAD, _SCALAR))
+    def copy(_: Any, keys: Any, slots: Any, arrived: Any, first: Any, steps: Any) -> None:
+        step = lanes.thread() & (WARP - 1)
+        lanes.warp_barrier()  # the barriers are ready
+        with when(step < lanes.scalar(steps)):
+            _copy_page(keys, slots, arrived, of_thread(first), step, ring)
+
+    copy(keys, scratch["slots"], scratch["arrived"], first, steps)
+
+
+def _drop_first_inline(arrived: Any, steps: Any, ring: PageRing) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))
+    def drop(_: Any, arrived: Any, steps: Any) -> None:
+        for stage in range(ring.stages):
+            with when(lanes.scalar(steps) > stage):
+                wait_for_turn(barrier_of_warp(arrived, ring, stage), int32(0))
+        lanes.warp_barrier()
+        with when((lanes.thread() & (WARP - 1)).eq(0)):
+            for stage in range(ring.stages):
+                lanes.ptx("mbarrier.inval.shared.b64 [$0];", barrier_of_warp(arrived, ring, stage))
+            _make_barriers(arrived, ring)
+        lanes.warp_barrier()
+
+    drop(arrived, steps)
+
+
 # ---- parts of inline code: each emits the program of one CUDA thread ----
 
 
-def per_thread(x: Lane) -> Any:
-    """One integer of each thread as an array of 128."""
-    vector = llvm.mlir_undef(ir.VectorType.get((1,), lanes.i32()))
-    vector = llvm.insertelement(vector, x.value, int32(0).value)
-    return mgpu.FragmentedArray(
-        _registers=np.array([vector], dtype=object), _layout=_PER_THREAD.to_mgpu(), _is_signed=True
+def page_id_at(
+    table: Any, request: Lane, length: Lane, page: Lane, wanted: Lane, ring: PageRing
+) -> Lane:
+    """Id of a request's page by the table, -1 where no key is visible or it is not wanted."""
+    exists = wanted & (page < lanes.minimum(ring.batch.pages_in_lane(length), ring.width))
+    at = request.to_i64() * ring.width + page.to_i64()
+    known = load_fresh(Words.of(table) + where(exists, at, 0))
+    return where(exists & (known >= 0) & (known < ring.pages), known, -1)
+
+
+def wait_for_turn(barrier: Lane, turn: Lane) -> None:
+    """Waits for the end of a barrier's turn number `turn`."""
+    lanes.ptx(
+        "{ .reg .pred done; again:"
+        " mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; @!done bra again; }",
+        barrier,
+        turn & 1,
+        collective=True,
     )
-
-
-def of_thread(array: Any) -> Lane:
-    """This thread's integer of such an array."""
-    return Lane(llvm.extractelement(array.registers.item(), int32(0).value))
 
 
 def warp_number() -> Lane:
@@ -295,6 +362,24 @@ def page_address(keys: Any, page_id: Lane, ring: PageRing) -> Lane:
     """Global memory address of a page's first key row, as a 64-bit integer."""
     base = Lane(llvm.ptrtoint(lanes.i64(), Words.of(keys).pointer))
     return base + (page_id.to_i64() * ring.pitch + ring.row_offset) * HEAD_DIM
+
+
+def _copy_page(
+    keys: Any, slots: Any, arrived: Any, page_id: Lane, stage: Lane, ring: PageRing
+) -> None:
+    """Starts the copy of a page into a stage of this warp; of none where the id is -1."""
+    barrier, there = barrier_of_warp(arrived, ring, stage), page_id >= 0
+    size = where(there, int32(2 * ring.half_bytes), 0)
+    lanes.ptx("mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", barrier, size)
+    with when(there):
+        source, target = page_address(keys, page_id, ring), slot_of_warp(slots, ring, stage)
+        _bulk_copy(target, source, ring.half_bytes, barrier)
+        _bulk_copy(
+            target + (ring.half_bytes + HALF_SHIFT),
+            source + ring.half_bytes,
+            ring.half_bytes,
+            barrier,
+        )
 
 
 def _bulk_copy(target: Lane, source: Lane, size: int, barrier: Lane) -> None:

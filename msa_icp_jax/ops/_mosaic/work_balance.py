@@ -14,12 +14,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, where
@@ -27,8 +29,10 @@ from msa_icp_jax.ops._mosaic.launch import CTA
 
 STEP_PAGES = 4
 WARP = 32
-_LATE_SHIFT = 3  # late CTAs take an eighth of all steps
+LATE_FROM = 14  # steps a CTA: from here on late CTAs gain more than they cost
+_LATE_SHIFT = 3  # they take an eighth of all steps then
 _SCALAR = plgpu.Layout.WG_SPLAT
+PER_THREAD = plgpu.Layout.WG_STRIDED((4 * WARP,), vec_size=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +81,11 @@ class Grid:
         """All of them."""
         return self.resident + self.late
 
+    @property
+    def late_from(self) -> int:
+        """Steps of a batch from which on the late CTAs get some."""
+        return LATE_FROM * self.resident
+
 
 class Share(NamedTuple):
     """A CTA's part: `steps` steps from step `first` of `request` on, running into later requests.
@@ -90,37 +99,48 @@ class Share(NamedTuple):
     steps: Any
 
 
-def find_share(lengths: Any, batch: Batch, grid: Grid, interpret: bool) -> Share:
-    """This CTA's share.
+def read_lengths(lengths: Any, batch: Batch, interpret: bool) -> list[jax.Array]:
+    """Starts to read the lengths, for `find_share`.
 
     Args:
       lengths: ref of the lengths, int32 [B].
+      batch: see `Batch`.
+      interpret: take the stock ops.
+    """
+    return [lengths[...]] if interpret else _read_lengths_inline(lengths, batch)
+
+
+def find_share(values: list[jax.Array], batch: Batch, grid: Grid, interpret: bool) -> Share:
+    """This CTA's share.
+
+    Args:
+      values: what `read_lengths` returned.
       batch: see `Batch`.
       grid: the CTAs that share the batch.
       interpret: take the stock ops.
     """
     find = _find_share_stock if interpret else _find_share_inline
-    return find(lengths, batch, grid)
+    return find(values, batch, grid)
 
 
-def _find_share_stock(lengths: Any, batch: Batch, grid: Grid) -> Share:
-    values = lengths[...]
+def _find_share_stock(lengths: list[jax.Array], batch: Batch, grid: Grid) -> Share:
+    (values,) = lengths
     ends = jnp.cumsum(batch.steps(values))
-    start, steps = _part_stock(ends[-1], lax.axis_index(CTA), grid)
+    start, steps = part_stock(ends[-1], lax.axis_index(CTA), grid)
     passed = jnp.sum(ends <= start)
     request = jnp.minimum(passed, batch.requests - 1)
     first = start - jnp.where(passed > 0, ends[jnp.maximum(request - 1, 0)], 0)
     return Share(request, values[request], first, steps)
 
 
-def _part_stock(total: Any, cta: Any, grid: Grid) -> tuple[Any, Any]:
+def part_stock(total: Any, cta: Any, grid: Grid) -> tuple[Any, Any]:
     def equal(total: Any, ctas: int, cta: Any) -> tuple[Any, Any]:
         base, rest = total // ctas, total % ctas
         return cta * base + jnp.minimum(cta, rest), base + jnp.where(cta < rest, 1, 0)
 
     if not grid.late:
         return equal(total, grid.ctas, cta)
-    early = total - (total >> _LATE_SHIFT)
+    early = total - jnp.where(total >= grid.late_from, total >> _LATE_SHIFT, 0)
     start, steps = equal(early, grid.resident, cta)
     late_start, late_steps = equal(total - early, grid.late, cta - grid.resident)
     first_ones = cta < grid.resident
@@ -129,57 +149,115 @@ def _part_stock(total: Any, cta: Any, grid: Grid) -> tuple[Any, Any]:
     )
 
 
-def _find_share_inline(lengths: Any, batch: Batch, grid: Grid) -> Share:
+def _read_lengths_inline(lengths: Any, batch: Batch) -> list[jax.Array]:
+    """All lengths in every warp, 32 an array, 0 past the last."""
+    chunks = range(0, batch.requests, WARP)
+    result = plgpu.ShapeDtypeStruct((4 * WARP,), np.dtype(np.int32), PER_THREAD)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(result,) * len(chunks))
+    def read(_: Any, lengths: Any) -> Any:
+        lane = lanes.thread() & (WARP - 1)
+        values = []
+        for chunk in chunks:
+            at = lanes.minimum(lane + chunk, batch.requests - 1)
+            value = load_fresh(Words.of(lengths) + at)
+            values.append(per_thread(where(lane + chunk < batch.requests, value, 0)))
+        return tuple(values)
+
+    return list(read(lengths))
+
+
+def _find_share_inline(lengths: list[jax.Array], batch: Batch, grid: Grid) -> Share:
     scalar = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), _SCALAR)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), _SCALAR), return_type=(scalar, scalar, scalar, scalar)
+        arg_types=(_SCALAR, *[PER_THREAD] * len(lengths)),
+        return_type=(scalar, scalar, scalar, scalar),
     )
-    def find(_: Any, lengths: Any, cta: Any) -> Any:
+    def find(_: Any, cta: Any, *lengths: Any) -> Any:
         cta = lanes.scalar(cta)
         lane = lanes.thread() & (WARP - 1)
-        values = _load_lengths(Words.of(lengths), lane, batch.requests)
-        ends, total = [], int32(0)
-        for value in values:
-            ends.append(lanes.warp_prefix_sum(batch.steps_in_lane(value), lane) + total)
-            total = lanes.warp_from(ends[-1], WARP - 1)
-
+        values = [of_thread(x) for x in lengths]
+        ends, total = step_ends(values, batch, lane)
         start, steps = _part_inline(total, cta, grid)
         request, before, length = int32(0), int32(0), int32(0)
         for end in ends:
             passed = lanes.popcount(lanes.warp_ballot(end <= start))
             request += passed
-            before = where(passed > 0, _of_lane(end, (passed - 1) & 31), before)
+            before = where(passed > 0, of_lane(end, (passed - 1) & 31), before)
         for chunk, value in enumerate(values):
-            length = where((request >> 5).eq(chunk), _of_lane(value, request & 31), length)
+            length = where((request >> 5).eq(chunk), of_lane(value, request & 31), length)
         return tuple(_scalar_result(x) for x in (request, length, start - before, steps))
 
-    return Share(*find(lengths, lax.axis_index(CTA)))
+    return Share(*find(lax.axis_index(CTA), *lengths))
+
+
+def step_ends(values: list[Lane], batch: Batch, lane: Lane) -> tuple[list[Lane], Lane]:
+    """For lengths of requests (32 i + lane): the steps up to each one's end, and of all."""
+    # All sums go on together: a shuffle takes its time, but not its turn.
+    ends = lanes.warp_prefix_sums([batch.steps_in_lane(value) for value in values], lane)
+    totals = [lanes.warp_from(end, WARP - 1) for end in ends]
+    total = int32(0)
+    for i, (end, of_chunk) in enumerate(zip(ends, totals, strict=True)):
+        ends[i] = end + total
+        total = total + of_chunk
+    return ends, total
+
+
+def _early_steps(total: Lane, grid: Grid) -> Lane:
+    """Steps of the CTAs that fill the GPU."""
+    return total - where(total >= grid.late_from, total >> _LATE_SHIFT, 0)
+
+
+def cta_of_step(step: Lane, total: Lane, grid: Grid) -> Lane:
+    """The CTA that does a step of the batch, for inline code; no CTA before it is without work."""
+
+    def of_equal(step: Lane, total: Lane, ctas: int) -> Lane:
+        base = divide(total, int32(ctas))
+        rest = total - base * ctas
+        wide = rest * (base + 1)  # steps of the CTAs that have one more
+        behind = rest + divide(step - wide, lanes.maximum(base, 1))
+        return where(step < wide, divide(step, base + 1), behind)
+
+    if not grid.late:
+        return of_equal(step, total, grid.ctas)
+    early = _early_steps(total, grid)
+    late = of_equal(step - early, total - early, grid.late) + grid.resident
+    return where(step < early, of_equal(step, early, grid.resident), late)
+
+
+def divide(a: Lane, b: Lane) -> Lane:
+    """The quotient of integers that are not negative."""
+    return Lane(arith.divui(a.value, b.value))
 
 
 def _part_inline(total: Lane, cta: Lane, grid: Grid) -> tuple[Lane, Lane]:
     def equal(total: Lane, ctas: int, cta: Lane) -> tuple[Lane, Lane]:
-        base = Lane(arith.divui(total.value, int32(ctas).value))
+        base = divide(total, int32(ctas))
         rest = total - base * ctas
         return cta * base + lanes.minimum(cta, rest), base + (cta < rest).to_i32()
 
     if not grid.late:
         return equal(total, grid.ctas, cta)
-    early = total - (total >> _LATE_SHIFT)
+    early = _early_steps(total, grid)
     start, steps = equal(early, grid.resident, cta)
     late_start, late_steps = equal(total - early, grid.late, cta - grid.resident)
     first_ones = cta < grid.resident
     return where(first_ones, start, early + late_start), where(first_ones, steps, late_steps)
 
 
-def _load_lengths(lengths: Words, lane: Lane, requests: int) -> list[Lane]:
-    """All lengths, 32 a register, 0 past the last; all loads are under way together."""
-    values = []
-    for chunk in range(0, requests, WARP):
-        at = lanes.minimum(lane + chunk, requests - 1)
-        value = load_fresh(lengths + at)
-        values.append(where(lane + chunk < requests, value, 0))
-    return values
+def per_thread(x: Lane) -> Any:
+    """One integer of each thread as an array of 128."""
+    vector = llvm.mlir_undef(ir.VectorType.get((1,), lanes.i32()))
+    vector = llvm.insertelement(vector, x.value, int32(0).value)
+    return mgpu.FragmentedArray(
+        _registers=np.array([vector], dtype=object), _layout=PER_THREAD.to_mgpu(), _is_signed=True
+    )
+
+
+def of_thread(array: Any) -> Lane:
+    """This thread's integer of such an array."""
+    return Lane(llvm.extractelement(array.registers.item(), int32(0).value))
 
 
 def load_fresh(place: Words) -> Lane:
@@ -190,7 +268,7 @@ def load_fresh(place: Words) -> Lane:
     return lanes.ptx("ld.relaxed.gpu.global.b32 $0, [$1];", Lane(place.pointer), result=lanes.i32())
 
 
-def _of_lane(x: Lane, lane: Lane) -> Lane:
+def of_lane(x: Lane, lane: Lane) -> Lane:
     """x of a lane chosen at run time."""
     text = f"shfl.sync.idx.b32 $0, $1, $2, 31, {lanes.ALL_LANES};"
     return lanes.ptx(text, x, lane, result=lanes.i32(), collective=True)

@@ -150,6 +150,54 @@ def msa_icp_decode_score_publish(
     Raises:
       TypeError, ValueError: an argument has the wrong dtype, shape or value.
     """
+    geometry.check_page_size(page_size)
+    return score_publish(
+        index_q,
+        index_k,
+        block_table,
+        seq_lens,
+        num_valid_pages,
+        columns=MAX_BLOCKS // geometry.column_scale(page_size),
+        rank=rank,
+        world_size=world_size,
+        page_size=page_size,
+        decode_query_len=decode_query_len,
+        force_begin_blocks=force_begin_blocks,
+        force_end_blocks=force_end_blocks,
+        generations=generations,
+        slot=slot,
+        enable_pdl=enable_pdl,
+        backend=backend,
+        precision=precision,
+        row_offset=row_offset,
+    )
+
+
+def score_publish(
+    index_q: jax.Array,
+    index_k: jax.Array,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    num_valid_pages: jax.Array,
+    *,
+    columns: int,
+    rank: int | jax.Array,
+    world_size: int,
+    page_size: int,
+    decode_query_len: int,
+    force_begin_blocks: int,
+    force_end_blocks: int,
+    generations: jax.Array | None,
+    slot: int | jax.Array,
+    enable_pdl: bool,
+    backend: str,
+    precision: str,
+    row_offset: int,
+) -> MSAIcpRows:
+    """`msa_icp_decode_score_publish` with the candidates of a score plane of `columns` columns.
+
+    Counts and lengths that go beyond those columns find the same candidates as with a plane.
+    """
     geometry.check_query_len("decode_query_len", decode_query_len)
     _check_inputs(
         index_q,
@@ -189,6 +237,7 @@ def msa_icp_decode_score_publish(
         row_offset=row_offset,
         force_begin_blocks=force_begin_blocks,
         force_end_blocks=force_end_blocks,
+        columns=columns,
     )
     return MSAIcpRows(by_owner(found, world_size), counters)
 

@@ -4,11 +4,13 @@ A persistent grid of small CTAs, one warpgroup each and several on an SM. A CTA 
 the batch (`work_balance`) and goes through it in *segments*: up to 32 steps of one request. A step
 is four pages, one a warp; each warp keeps its own ring of page copies going (`page_ring`), takes
 the maximum of its page's products in registers (`mma`) and puts it beside the others' in shared
-memory. At the end of a segment the CTA writes whole lines of the score plane, while copies of the
-next segment are already under way.
+memory. At the end of a segment the CTA writes whole lines of the score plane, or in the fused
+decode adds to short lists (`lists`), while copies of the next segment are already under way.
 
 Under programmatic dependent launch a CTA starts while the kernel before it still runs. Until that
 has ended it takes nothing but hints (see `page_ring`), and reads everything again afterwards.
+Registers are counted: 88 of a thread, at 32 rows a page and up to 2 query tokens, let five CTAs and
+one of the select fit an SM, so that the select can wait beside the scorer without taking its place.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 
 from msa_icp_jax.geometry import (
-    MAX_BLOCKS,
     NUM_HEADS,
+    TOPK,
     cdiv,
     column_offset,
     column_scale,
@@ -35,13 +38,33 @@ from msa_icp_jax.geometry import (
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Words, when, where
 from msa_icp_jax.ops._mosaic.launch import CTA, Target, ctas_per_sm, launch, writable, written
+from msa_icp_jax.ops._mosaic.long_rows import TEAM_WORDS, WARPS
 from msa_icp_jax.ops._mosaic.mma import Scorer, Step
 from msa_icp_jax.ops._mosaic.page_ring import SEGMENT_PAGES, SEGMENT_STEPS, PageRing
-from msa_icp_jax.ops._mosaic.work_balance import STEP_PAGES, WARP, Batch, Grid, Share, find_share
-from msa_icp_jax.ops.select.mosaic import select_rows
+from msa_icp_jax.ops._mosaic.work_balance import (
+    LATE_FROM,
+    STEP_PAGES,
+    WARP,
+    Batch,
+    Grid,
+    Share,
+    find_share,
+    load_fresh,
+    read_lengths,
+)
+from msa_icp_jax.ops.decode_score import lists as lists_of
+from msa_icp_jax.ops.decode_score.lists import Lists
+from msa_icp_jax.ops.select.mosaic import Select, Thread, select_rows, share_out, stock_row
+from msa_icp_jax.rows import ROW_WORDS, TAGGED_WORDS
 
 _STAGES = {32: 2, 64: 2, 128: 1}  # slots of a warp, by key rows of a page
-_LATE_FROM = 6  # steps a CTA: from here on late CTAs gain more than they cost
+# Steps of a CTA whose pages it asks the second-level cache for while the kernel before it ends.
+# More of them get in that kernel's way; where late CTAs follow, there is so much to do that it pays.
+_PREFETCHED = 1
+_PREFETCHED_BEFORE_LATE = 2
+_COPY_EARLY = True  # copy the first pages before the lengths are known to be as guessed
+_LISTS = True  # the fused decode keeps lists; otherwise it selects from a plane of its own
+_FEW_TOKENS = 16  # up to here their lists may be long: four warps share one
 _SCALAR = plgpu.Layout.WG_SPLAT
 
 
@@ -87,7 +110,7 @@ def decode_scores(
     ring = PageRing(batch, width, pages, pitch, row_offset, rows, _STAGES[rows], target.interpret)
     scorer = Scorer(ring, decode_query_len, world_size)
     scratch = {**ring.scratch(), **scorer.scratch()}
-    grid = _grid(scorer, target)
+    grid = _grid(batch, scratch, target)
     scores = writable(score_out)
     launch(
         functools.partial(_kernel, scorer=scorer, grid=grid, pdl=enable_pdl),
@@ -121,16 +144,106 @@ def decode_rows(
     row_offset: int,
     force_begin_blocks: int,
     force_end_blocks: int,
+    columns: int,
     precision: str,
     enable_pdl: bool,
     target: Target,
 ) -> jax.Array:
-    """Candidate rows [4, T, 33], or tagged ones, without a score plane of the caller's.
+    """Candidate rows [4, T, 33], or tagged ones, without a score plane: see `lists`.
 
-    The scorer and the select run one after the other on a temporary plane of all columns a
-    candidate can have, 128 KiB a token with 128-token pages and half of that with 256.
+    Args:
+      num_valid_pages: int32 [T], visible blocks of each token.
+      generations: None, or int32 [4, T] tags: the rows are then tagged.
+      force_begin_blocks, force_end_blocks: forced blocks at the start, and visible ones at the end.
+      columns: columns of the plane that there is none of; candidates lie in them.
+      others: as in `decode_scores`.
     """
-    columns = MAX_BLOCKS // column_scale(page_size)
+    if not _LISTS:
+        return _rows_of_plane(
+            index_q,
+            index_k,
+            block_table,
+            seq_lens,
+            num_valid_pages,
+            generations,
+            rank=rank,
+            world_size=world_size,
+            page_size=page_size,
+            decode_query_len=decode_query_len,
+            row_offset=row_offset,
+            force_begin_blocks=force_begin_blocks,
+            force_end_blocks=force_end_blocks,
+            columns=columns,
+            precision=precision,
+            enable_pdl=enable_pdl,
+            target=target,
+        )
+    requests, width = block_table.shape
+    pages, pitch, _ = index_k.shape
+    rows = rows_per_page(world_size, page_size)
+    batch = Batch(requests, page_size, columns)
+    ring = PageRing(batch, width, pages, pitch, row_offset, rows, _STAGES[rows], target.interpret)
+    scorer = Scorer(ring, decode_query_len, world_size)
+    scratch = {
+        **ring.scratch(),
+        **scorer.scratch(),
+        **lists_of.scratch(scorer.query_rows, target.interpret),
+    }
+    lists = Lists(
+        batch,
+        _grid(batch, scratch, target),
+        decode_query_len,
+        world_size,
+        column_scale(page_size),
+        force_begin_blocks,
+        force_end_blocks,
+    )
+    this_rank = jnp.asarray(rank, jnp.int32).reshape(1)
+    memory = launch(
+        functools.partial(_kernel, scorer=scorer, grid=lists.grid, pdl=enable_pdl, lists=lists),
+        name="decode_lists",
+        target=target,
+        grid=(lists.grid.ctas,),
+        out_type=lists.memory(),
+        scratch_types=scratch,
+    )(index_q, index_k, block_table, seq_lens, this_rank, num_valid_pages)
+    facts = _merge_facts(index_q.shape[0], lists, generations is not None, target)
+    shape = (TAGGED_WORDS, 2) if facts.tagged else (ROW_WORDS,)
+    return launch(
+        functools.partial(_merge_kernel, facts=facts, lists=lists, pdl=enable_pdl, target=target),
+        name="merge_lists",
+        target=target,
+        grid=(facts.ctas,),
+        out_type=jax.ShapeDtypeStruct((NUM_HEADS, facts.tokens, *shape), jnp.int32),
+        scratch_types={"shared": plgpu.SMEM((WARPS, TEAM_WORDS), jnp.int32)},
+    )(
+        num_valid_pages,
+        seq_lens,
+        this_rank,
+        *memory,
+        *(() if generations is None else (generations,)),
+    )
+
+
+def _rows_of_plane(
+    index_q: jax.Array,
+    index_k: jax.Array,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    num_valid_pages: jax.Array,
+    generations: jax.Array | None,
+    *,
+    rank: Any,
+    world_size: int,
+    page_size: int,
+    force_begin_blocks: int,
+    force_end_blocks: int,
+    columns: int,
+    enable_pdl: bool,
+    target: Target,
+    **others: Any,
+) -> jax.Array:
+    """The same rows by the scorer and the select, on a temporary plane."""
     empty = jnp.full((index_q.shape[0], NUM_HEADS, columns), -jnp.inf, jnp.float32)
     scores = decode_scores(
         index_q,
@@ -141,11 +254,9 @@ def decode_rows(
         rank=rank,
         world_size=world_size,
         page_size=page_size,
-        decode_query_len=decode_query_len,
-        row_offset=row_offset,
-        precision=precision,
         enable_pdl=enable_pdl,
         target=target,
+        **others,
     )
     return select_rows(
         scores,
@@ -161,19 +272,114 @@ def decode_rows(
     )
 
 
-def _grid(scorer: Scorer, target: Target) -> Grid:
+def _merge_kernel(
+    counts: Any,
+    lengths: Any,
+    rank: Any,
+    scores: Any,
+    columns: Any,
+    forced: Any,
+    *others: Any,
+    shared: Any,
+    facts: Select,
+    lists: Lists,
+    pdl: bool,
+    target: Target,
+) -> None:
+    """The Top16 of every (token, head)'s lists."""
+    *tags, rows = others
+    memory = (scores, columns, forced)
+    if target.interpret:
+        _merge_stock(counts, lengths, rank, memory, tags, rows, facts, lists)
+        return
+    if pdl:
+        plgpu.griddepcontrol_launch_dependents()
+    place = lists_of.locate(counts, lengths, 2 if facts.team > 1 else 0, lists)
+    if pdl:
+        plgpu.griddepcontrol_wait()
+    _merge_inline(place, rank, memory, tags, rows, shared, facts, lists)
+
+
+def _merge_facts(tokens: int, lists: Lists, tagged: bool, target: Target) -> Select:
+    """The select that the lists' rows go through."""
+    team = WARPS if tokens <= _FEW_TOKENS else 1
+    ctas = tokens * (NUM_HEADS if team > 1 else 1)
+    return Select(
+        tokens=tokens,
+        columns=TOPK,  # the lists' lengths are multiples of it
+        index_scale=lists.scale,
+        begin=lists.begin,
+        end=lists.end,
+        tagged=tagged,
+        team=team,
+        ctas=min(ctas, target.sms) if target.interpret else ctas,
+        direct=True,
+    )
+
+
+def _merge_stock(
+    counts: Any,
+    lengths: Any,
+    rank: Any,
+    memory: tuple[Any, ...],
+    tags: list[Any],
+    rows: Any,
+    facts: Select,
+    lists: Lists,
+) -> None:
+    ids = jnp.arange(lists.batch.columns) * lists.scale + lists.offset(rank[0])
+
+    @pl.loop(*share_out(lax.axis_index(CTA), facts.rows, facts.ctas))
+    def _(row: Any) -> None:
+        token, head = lax.div(row, NUM_HEADS), lax.rem(row, NUM_HEADS)
+        plane = lists_of.plane_stock(counts, lengths, rank[0], memory, token, head, lists)
+        words = lax.bitcast_convert_type(plane, jnp.int32)
+        rows[head, token] = stock_row(words, ids, counts[token], head, token, tags, facts)
+
+
+def _merge_inline(
+    place: tuple[Any, ...],
+    rank: Any,
+    memory: tuple[Any, ...],
+    tags: list[Any],
+    rows: Any,
+    shared: Any,
+    facts: Select,
+    lists: Lists,
+) -> None:
+    refs = [rank, *memory, rows, shared, *tags]
+    scalars = [lax.axis_index(CTA), *place]
+
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *[_SCALAR] * len(scalars)))
+    def merge(_: Any, *arguments: Any) -> None:
+        capacity = ir.MemRefType(arguments[4].type).shape[1]
+        words = (Words.of(ref) for ref in arguments[: len(refs)])
+        rank, scores, columns, forced, rows, shared, *tags = words
+        cta, *place = (lanes.scalar(x) for x in arguments[len(refs) :])
+        this_rank = load_fresh(rank)
+        offset = lists.offset(this_rank)
+        thread = Thread(facts, scores, scores, offset, rows, capacity, shared, tags)
+        row = cta if facts.team > 1 else cta * NUM_HEADS + thread.warp
+        token, head = row >> 2, row & 3
+        listed = lists_of.merged_row(
+            (scores, columns, forced), tuple(place), token, head, thread.lane, this_rank, lists
+        )
+        thread.select_list(token, head, *listed)
+
+    merge(*refs, *scalars)
+
+
+def _grid(batch: Batch, scratch: dict[str, Any], target: Target) -> Grid:
     """CTAs that fill the GPU, and as many late ones where much can be to do."""
-    batch = scorer.ring.batch
     most = batch.requests * cdiv(batch.columns, STEP_PAGES)
-    resident = min(target.sms * _resident(scorer), most)
-    return Grid(resident, resident if most >= _LATE_FROM * resident else 0)
+    resident = min(target.sms * _resident(scratch, target), most)
+    return Grid(resident, resident if most >= LATE_FROM * resident else 0)
 
 
-def _resident(scorer: Scorer) -> int:
+def _resident(scratch: dict[str, Any], target: Target) -> int:
     """CTAs an SM holds; in interpret mode, which has no SMs, one."""
-    if scorer.ring.interpret:
+    if target.interpret:
         return 1
-    scratch = {**scorer.ring.scratch(), **scorer.scratch()}
     used = (ref.dtype.itemsize * math.prod(ref.shape) for ref in scratch.values())
     return ctas_per_sm(sum(round_up(size, 1024) for size in used))
 
@@ -184,25 +390,30 @@ def _kernel(
     table: Any,
     lengths: Any,
     rank: Any,
-    scores: Any,
-    *,
+    *others: Any,
     scorer: Scorer,
     grid: Grid,
     pdl: bool,
+    lists: Lists | None = None,
     **scratch: Any,
 ) -> None:
+    """Scores the batch: into the plane `others`, or with `lists` into lists.
+
+    `others` are then the visible blocks of the tokens and the memory of the lists.
+    """
     ring = scorer.ring
+    if lists:
+        lists_of.start(scratch, lists, ring.interpret)
     ring.start(scratch["arrived"])
     start = _start_dependent if pdl else _start
-    share = start(query, keys, table, lengths, scratch["page_ids"], scorer, grid)
-    plgpu.commit_smem()  # the first page ids are there
-    this_rank = rank[0]
+    state, this_rank = start(query, keys, table, lengths, rank, scratch, scorer, grid)
+    plgpu.commit_smem()  # the first page ids and queries are there
 
     def more(state: _State) -> Any:
         return state.share.steps > 0
 
     def segment(state: _State) -> _State:
-        share, done, copied = state
+        share, done, copied, request = state
         steps = _segment_steps(share, ring.batch)
         for number in range(ring.stages):
 
@@ -211,10 +422,22 @@ def _kernel(
                 ring.copy(keys, scratch, done + number)
 
         following = _after(share, steps, lengths, ring.batch)
-        following_ids = ring.read_ids(table, following)
-        scorer.load_queries(query, scratch["queries"], share.request)
-        ring.keep_ids(scratch["page_ids"], following_ids, done + steps)
+
+        @pl.when(share.request != request)
+        def _() -> None:
+            words = scorer.read_queries(query, share.request)
+            scorer.keep_queries(scratch["queries"], words)
+
+        @pl.when(following.steps > 0)
+        def _() -> None:
+            ring.keep_ids(scratch["page_ids"], ring.read_ids(table, following), done + steps)
+
+        counts: Any = None
+        if lists:
+            counts = lists_of.read_counts(others[0], share.request, lists, ring.interpret)
         plgpu.commit_smem()  # queries and the following page ids are there
+        if lists:
+            lists_of.keep_counts(scratch, counts, lists, ring.interpret)
 
         # With enough steps in this segment the ring runs on into the following one.
         beyond = jnp.where(steps >= ring.stages, _segment_steps(following, ring.batch), 0)
@@ -223,24 +446,29 @@ def _kernel(
 
         @pl.loop(0, steps)
         def _(number: Any) -> None:
-            scorer.score(scratch, Step(number, done + number, room))
             ahead = number + ring.stages
+            if pdl and not ring.interpret:
+                # When all copies are under way: earlier, the next kernel would be in the way.
+                @pl.when(ahead >= to_copy)
+                def _() -> None:
+                    plgpu.griddepcontrol_launch_dependents()
+
+            scorer.score(scratch, Step(number, done + number, room))
 
             @pl.when(ahead < to_copy)
             def _() -> None:
                 ring.copy(keys, scratch, done + ahead)
 
-            if pdl and not ring.interpret:
-
-                @pl.when(ahead >= to_copy)
-                def _() -> None:
-                    plgpu.griddepcontrol_launch_dependents()
-
         plgpu.commit_smem()  # all scores of the segment are there
-        _write_scores(scratch["found"], scores, share, steps, scorer)
-        return _State(following, done + steps, jnp.minimum(to_copy - steps, ring.stages))
+        if lists:
+            ends = (following.steps == 0) | (following.request != share.request)
+            lists_of.fold(scratch, others[1:], share, steps, ends, this_rank, lists, ring.interpret)
+        else:
+            _write_scores(scratch["found"], others[0], share, steps, scorer)
+        copied = jnp.minimum(to_copy - steps, ring.stages)
+        return _State(following, done + steps, copied, share.request)
 
-    lax.while_loop(more, segment, _State(share, jnp.int32(0), jnp.int32(0)))
+    lax.while_loop(more, segment, state)
 
 
 class _State(NamedTuple):
@@ -249,12 +477,14 @@ class _State(NamedTuple):
     Attributes:
       share: what is left to do; the ids of the segment at its start are kept.
       done: steps done.
-      copied: steps of that segment whose copies are under way.
+      copied: steps of the coming segment whose copies are under way, in this warp.
+      request: the request whose queries are kept.
     """
 
     share: Share
     done: Any
     copied: Any
+    request: Any
 
 
 def _segment_steps(share: Share, batch: Batch) -> Any:
@@ -264,47 +494,87 @@ def _segment_steps(share: Share, batch: Batch) -> Any:
 
 
 def _start(
-    query: Any, keys: Any, table: Any, lengths: Any, page_ids: Any, scorer: Scorer, grid: Grid
-) -> Share:
-    """This CTA's share; the ids of its first pages are in `page_ids`."""
-    del query, keys
+    query: Any,
+    keys: Any,
+    table: Any,
+    lengths: Any,
+    rank: Any,
+    scratch: dict[str, Any],
+    scorer: Scorer,
+    grid: Grid,
+) -> tuple[_State, Any]:
+    """This CTA's share, its first page ids and queries kept; and the rank."""
+    del keys
     ring = scorer.ring
-    share = find_share(lengths, ring.batch, grid, ring.interpret)
-    ring.keep_ids(page_ids, ring.read_ids(table, share), jnp.int32(0))
-    return share
+    values = read_lengths(lengths, ring.batch, ring.interpret)
+    share = find_share(values, ring.batch, grid, ring.interpret)
+    _keep_first(query, table, scratch, share, scorer)
+    return _State(share, jnp.int32(0), jnp.int32(0), share.request), rank[0]
+
+
+def _keep_first(
+    query: Any, table: Any, scratch: dict[str, Any], share: Share, scorer: Scorer
+) -> None:
+    """Reads and keeps the first page ids and queries of a share."""
+    ids, words = scorer.ring.read_ids(table, share), scorer.read_queries(query, share.request)
+    scorer.ring.keep_ids(scratch["page_ids"], ids, jnp.int32(0))
+    scorer.keep_queries(scratch["queries"], words)
 
 
 def _start_dependent(
-    query: Any, keys: Any, table: Any, lengths: Any, page_ids: Any, scorer: Scorer, grid: Grid
-) -> Share:
+    query: Any,
+    keys: Any,
+    table: Any,
+    lengths: Any,
+    rank: Any,
+    scratch: dict[str, Any],
+    scorer: Scorer,
+    grid: Grid,
+) -> tuple[_State, Any]:
     """As `_start`, under a kernel that may still be writing the inputs.
 
-    The share found before it has ended is a guess. Afterwards the ids are read by that guess while
-    the lengths are, and once more if the guess was wrong.
+    The share found before it has ended is a guess. Afterwards everything is read anew and together:
+    what the guess names, and the lengths that tell whether it is right. All these loads go ahead of
+    the copies of the first pages, which would hold them up. A warp whose guess was wrong waits for
+    its copies and drops them. (The lengths may change while they are guessed from: warps need not
+    guess alike.)
     """
     ring = scorer.ring
 
     def find() -> Share:
-        return find_share(lengths, ring.batch, grid, ring.interpret)
+        values = read_lengths(lengths, ring.batch, ring.interpret)
+        return find_share(values, ring.batch, grid, ring.interpret)
 
     def nothing() -> Share:
         return Share(*[jnp.int32(0)] * 4)
 
     # Late CTAs find the wait over.
     guess = lax.cond(lax.axis_index(CTA) < grid.resident, find, nothing) if grid.late else find()
-    ring.prefetch(keys, query, ring.read_ids(table, guess), guess, scorer.query_rows)
+    ids = ring.read_ids(table, guess)
+    ahead = _PREFETCHED_BEFORE_LATE if grid.late else _PREFETCHED
+    ring.prefetch(keys, query, ids, guess, scorer.query_rows, ahead)
     if not ring.interpret:
         plgpu.griddepcontrol_wait()
+    early = ring.stages if _COPY_EARLY else 0
+    copied = jnp.minimum(_segment_steps(guess, ring.batch), early)
+    first = ring.read_first(table, guess, copied)
+    values = read_lengths(lengths, ring.batch, ring.interpret)
     ids = ring.read_ids(table, guess)
-    share = find()
-    ring.keep_ids(page_ids, ids, jnp.int32(0))
+    words = scorer.read_queries(query, guess.request)
+    this_rank = rank[0]
+    copied = ring.copy_first(keys, scratch, first, copied)
+    share = find_share(values, ring.batch, grid, ring.interpret)
+    ring.keep_ids(scratch["page_ids"], ids, jnp.int32(0))
+    scorer.keep_queries(scratch["queries"], words)
     changed = functools.reduce(jnp.logical_or, (a != b for a, b in zip(guess, share, strict=True)))
 
-    @pl.when(changed)
-    def _() -> None:
-        ring.keep_ids(page_ids, ring.read_ids(table, share), jnp.int32(0))
+    def again() -> Any:
+        ring.drop_first(scratch["arrived"], copied)
+        _keep_first(query, table, scratch, share, scorer)
+        return jnp.int32(0)
 
-    return share
+    copied = lax.cond(changed, again, lambda: copied)
+    return _State(share, jnp.int32(0), copied, share.request), this_rank
 
 
 def _after(share: Share, steps: Any, lengths: Any, batch: Batch) -> Share:

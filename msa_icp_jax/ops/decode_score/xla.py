@@ -61,7 +61,7 @@ def decode_scores(
     return lax.fori_loop(0, cdiv(written.max(), step), body, score_out)
 
 
-@functools.partial(jax.jit, static_argnames=(*_SIZES, *_FORCED))
+@functools.partial(jax.jit, static_argnames=(*_SIZES, *_FORCED, "columns"))
 def decode_rows(
     index_q: jax.Array,
     index_k: jax.Array,
@@ -77,16 +77,17 @@ def decode_rows(
     row_offset: int,
     force_begin_blocks: int,
     force_end_blocks: int,
+    columns: int,
 ) -> jax.Array:
     """Candidate rows [4, T, 33], or tagged ones, without a score plane: a running Top16."""
     shard = Shard(index_k, rank, world_size, page_size, row_offset)
     score_step = _ScoreStep(index_q, shard, block_table, seq_lens, decode_query_len)
-    limit = MAX_BLOCKS // column_scale(page_size)
-    step = _portable.columns_per_step(shard, block_table.shape[0], limit)
+    step = _portable.columns_per_step(shard, block_table.shape[0], columns)
     candidates = cdiv(jnp.clip(num_valid_pages.max(), 0, MAX_BLOCKS), column_scale(page_size))
+    candidates = jnp.minimum(candidates, columns)
 
     def body(i: jax.Array, best: RunningTop16) -> RunningTop16:
-        first = jnp.minimum(i * step, limit - step)
+        first = jnp.minimum(i * step, columns - step)
         cols = first + jnp.arange(step, dtype=jnp.int32)
         return best.fold(
             score_step(cols),

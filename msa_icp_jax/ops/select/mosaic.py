@@ -15,21 +15,33 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from msa_icp_jax import rows as candidate_rows
-from msa_icp_jax.geometry import MAX_BLOCKS, NUM_HEADS, TOPK, cdiv
+from msa_icp_jax.geometry import NUM_HEADS, TOPK, cdiv
 from msa_icp_jax.ops._mosaic import lanes, long_rows, short_rows
-from msa_icp_jax.ops._mosaic.lanes import Lane, Words, i32, int32, where
+from msa_icp_jax.ops._mosaic.lanes import Lane, Words, f32, i32, int32, where
 from msa_icp_jax.ops._mosaic.launch import CTA, Target, launch, writable, written
-from msa_icp_jax.ops._mosaic.long_rows import COLUMNS_AT, TEAM_WORDS, WARPS, WORDS_AT, Bounds, Row
+from msa_icp_jax.ops._mosaic.long_rows import (
+    COLUMNS_AT,
+    TEAM_WORDS,
+    WARPS,
+    WORDS_AT,
+    Bounds,
+    Forced,
+    Row,
+    find_bounds,
+)
+from msa_icp_jax.ops._mosaic.work_balance import load_fresh
 from msa_icp_jax.rows import READY, ROW_WORDS, TAGGED_WORDS
 
 _WARP_COLUMNS = 2048  # what one warp can hold of a row: 64 registers a lane
-_QUICK_COLUMNS = 64  # up to here one warp is as quick as four
+_QUICK_COLUMNS = 2048  # up to here one warp is as quick as four
 _CTAS_PER_SM = 5  # that fit where a warp takes a row
 _SHORT_PLANE = short_rows.capacity(short_rows.SIZES[-1])  # up to here every row is a short one
 _WARP = 32
@@ -47,6 +59,7 @@ class Select:
       tagged: whether the rows are tagged.
       team: warps that share a row, 1 or 4.
       ctas: CTAs among which the rows are shared out.
+      direct: whether every team has just one row: (token, head) is known at the start.
     """
 
     tokens: int
@@ -57,6 +70,7 @@ class Select:
     tagged: bool
     team: int
     ctas: int
+    direct: bool
 
     @property
     def rows(self) -> int:
@@ -113,7 +127,7 @@ def select_rows(
       target: the machine to build for.
     """
     tokens, columns = num_valid_pages.shape[0], scores.shape[2]
-    team, ctas = _grid(tokens, columns, target)
+    team, ctas, direct = _grid(tokens, columns, target)
     facts = Select(
         tokens=tokens,
         columns=columns,
@@ -123,6 +137,7 @@ def select_rows(
         tagged=generations is not None,
         team=team,
         ctas=ctas,
+        direct=direct,
     )
     operands = [scores, num_valid_pages, jnp.asarray(index_offset, jnp.int32).reshape(1)]
     if generations is not None:
@@ -144,16 +159,20 @@ def select_rows(
     return written(buffer)
 
 
-def _grid(tokens: int, columns: int, target: Target) -> tuple[int, int]:
-    """Warps that share a row, and CTAs."""
-    few = tokens <= target.sms and columns > _QUICK_COLUMNS
-    if few or columns > _WARP_COLUMNS:
+def _grid(tokens: int, columns: int, target: Target) -> tuple[int, int, bool]:
+    """Warps that share a row, CTAs, and whether every team has just one row."""
+    few = tokens <= target.sms
+    if few and columns <= _QUICK_COLUMNS:
+        team, ctas = 1, tokens
+    elif few or columns > _WARP_COLUMNS:
         team, ctas = WARPS, tokens * NUM_HEADS
     elif columns > _SHORT_PLANE:
         team, ctas = 1, min(tokens, target.sms * _CTAS_PER_SM)
     else:
         team, ctas = 1, min(tokens, max(target.sms, cdiv(tokens, WARPS)))
-    return team, min(ctas, target.sms) if target.interpret else ctas
+    if target.interpret:
+        return team, min(ctas, target.sms), False
+    return team, ctas, few
 
 
 def _kernel(
@@ -167,14 +186,17 @@ def _kernel(
     target: Target,
 ) -> None:
     *tags, rows = others
+    guess: tuple[Any, ...] = ()
     if pdl and not target.interpret:
         plgpu.griddepcontrol_launch_dependents()
+        if facts.direct:
+            guess = _read_bounds_early(counts, index_offset, facts)
         plgpu.griddepcontrol_wait()
     select = _select_stock if target.interpret else _select_inline
-    select(scores, counts, index_offset, tags, rows, shared, lax.axis_index(CTA), facts)
+    select(scores, counts, index_offset, tags, rows, shared, lax.axis_index(CTA), guess, facts)
 
 
-def _share(cta: Any, count: int, ctas: int) -> tuple[Any, Any]:
+def share_out(cta: Any, count: int, ctas: int) -> tuple[Any, Any]:
     """The part [start, stop) of `count` pieces of work that a CTA does; sizes differ by one."""
     each, rest = divmod(count, ctas)
     if isinstance(cta, Lane):
@@ -195,21 +217,48 @@ def _select_stock(
     rows: Any,
     shared: Any,
     cta: Any,
+    guess: tuple[Any, ...],
     facts: Select,
 ) -> None:
-    del shared
+    del shared, guess
     ids = jnp.arange(facts.columns, dtype=jnp.int32) * facts.index_scale + index_offset[0]
 
-    @pl.loop(*_share(cta, facts.rows, facts.ctas))
+    @pl.loop(*share_out(cta, facts.rows, facts.ctas))
     def _(row: Any) -> None:
         token, head = lax.div(row, NUM_HEADS), lax.rem(row, NUM_HEADS)
         words = lax.bitcast_convert_type(scores[token, head], jnp.int32)
-        keys = candidate_rows.candidate_keys(words, ids, counts[token], facts.begin, facts.end)
-        found = candidate_rows.pack(*candidate_rows.take_top16(keys, words, ids)[1:])
-        rows[head, token] = candidate_rows.tag(found, tags[0][head, token]) if tags else found
+        rows[head, token] = stock_row(words, ids, counts[token], head, token, tags, facts)
+
+
+def stock_row(
+    words: Any, ids: Any, count: Any, head: Any, token: Any, tags: list[Any], facts: Select
+) -> jax.Array:
+    """The row of a (token, head) from its score words and their blocks' ids."""
+    keys = candidate_rows.candidate_keys(words, ids, count, facts.begin, facts.end)
+    found = candidate_rows.pack(*candidate_rows.take_top16(keys, words, ids)[1:])
+    return candidate_rows.tag(found, tags[0][head, token]) if tags else found
 
 
 # ---- machine pieces ----
+
+
+def _read_bounds_early(counts: Any, index_offset: Any, facts: Select) -> tuple[Any, Any]:
+    """The row's visible blocks and the offset, as they are before the preceding kernel has ended.
+
+    They may be wrong; nothing but the guess of which scores to load may follow from them.
+    """
+    scalar = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        return_type=(scalar, scalar),
+    )
+    def read(_: Any, counts: Any, index_offset: Any, cta: Any) -> Any:
+        token = lanes.scalar(cta) >> (2 if facts.team > 1 else 0)
+        found = load_fresh(Words.of(counts) + token), load_fresh(Words.of(index_offset))
+        return tuple(mgpu.FragmentedArray.splat(x.value, (), is_signed=True) for x in found)
+
+    return read(counts, index_offset, lax.axis_index(CTA))
 
 
 def _select_inline(
@@ -220,22 +269,34 @@ def _select_inline(
     rows: Any,
     shared: Any,
     cta: Any,
+    guess: tuple[Any, ...],
     facts: Select,
 ) -> None:
     refs = [scores, counts, index_offset, rows, shared, *tags]
+    scalars = [cta, *guess]
 
-    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), plgpu.Layout.WG_SPLAT))
+    @plgpu.inline_mgpu(
+        arg_types=(
+            *[plgpu.RefType()] * len(refs),
+            *[plgpu.Layout.WG_SPLAT] * len(scalars),
+        )
+    )
     def select(_: Any, *arguments: Any) -> None:
         capacity = ir.MemRefType(arguments[3].type).shape[1]
-        *refs, cta = arguments
-        scores, counts, index_offset, rows, shared, *tags = (Words.of(ref) for ref in refs)
-        thread = _Thread(facts, scores, counts, index_offset.load(), rows, capacity, shared, tags)
-        thread.select(lanes.scalar(cta))
+        words = (Words.of(ref) for ref in arguments[: len(refs)])
+        scores, counts, index_offset, rows, shared, *tags = words
+        cta, *guess = (lanes.scalar(x) for x in arguments[len(refs) :])
+        offset = load_fresh(index_offset)
+        thread = Thread(facts, scores, counts, offset, rows, capacity, shared, tags)
+        if facts.direct:
+            thread.select_row_of(cta, guess)
+        else:
+            thread.select(cta)
 
-    select(*refs, cta)
+    select(*refs, *scalars)
 
 
-class _Thread:
+class Thread:
     """The program of one thread of the warpgroup."""
 
     def __init__(
@@ -260,7 +321,7 @@ class _Thread:
     def select(self, cta: Lane) -> None:
         """Selects the share of a CTA."""
         if self.facts.team == 1:
-            self._select_tokens(*_share(cta, self.facts.tokens, self.facts.ctas))
+            self._select_tokens(*share_out(cta, self.facts.tokens, self.facts.ctas))
             return
 
         def one_row(row: Lane) -> list[Lane]:
@@ -269,9 +330,40 @@ class _Thread:
             lanes.team_barrier()  # the next row uses the same shared memory
             return []
 
-        lanes.loop(*_share(cta, self.facts.rows, self.facts.ctas), 1, [], one_row)
+        lanes.loop(*share_out(cta, self.facts.rows, self.facts.ctas), 1, [], one_row)
 
-    def _in_loop(self) -> _Thread:
+    def select_row_of(self, cta: Lane, guess: list[Lane]) -> None:
+        """Selects the one row of this team.
+
+        Its scores are loaded by the guess of its bounds, while the bounds themselves are.
+        """
+        row = cta if self.facts.team > 1 else cta * NUM_HEADS + self.warp
+        token, head = row >> 2, row & 3
+        count = load_fresh(self.counts + token)
+        scores = self.scores + row.to_i64() * self.facts.columns
+        team = self._team()
+        if not guess:
+            self._select_row(token, head, self._bounds(count))
+            return
+        expected = self._bounds(*guess)
+        loaded = team.load(Row(**vars(expected), scores=scores))
+        bounds = self._bounds(count)
+        right = expected.front.eq(bounds.front) & expected.back.eq(bounds.back)
+
+        def again() -> list[Lane]:
+            return team.load(Row(**vars(bounds), scores=scores))
+
+        values = lanes.choose(right, [f32()] * len(loaded), lambda: loaded, again)
+        self._select_row(token, head, bounds, list(values))
+
+    def select_list(self, token: Lane, head: Lane, row: Row, forced: Forced) -> None:
+        """Selects from a row that is a list of columns."""
+        team = self._team()
+        team.select(row, forced=forced)
+        with lanes.when(team.leads):
+            self._store(token, head)
+
+    def _in_loop(self) -> Thread:
         """This thread, to use in a loop's body.
 
         The compiler would otherwise compute everything that follows from the lane's number and the
@@ -379,31 +471,29 @@ class _Thread:
         row = head.to_i64() * self.capacity + token.to_i64()
         return self.rows + row * self.facts.row_words
 
-    def _bounds(self, count: Lane) -> Bounds:
+    def _bounds(self, count: Lane, offset: Lane | None = None) -> Bounds:
         """Where the candidates and the forced blocks among them lie."""
         facts = self.facts
-        shift = facts.index_scale.bit_length() - 1
+        return find_bounds(
+            count,
+            self.offset if offset is None else offset,
+            scale=facts.index_scale,
+            columns=facts.columns,
+            begin=facts.begin,
+            end=facts.end,
+        )
 
-        def columns_below(block: Lane) -> Lane:
-            column = (block - self.offset + (facts.index_scale - 1)) >> shift
-            return lanes.clip(column, 0, facts.columns)
+    def _team(self) -> long_rows.Team:
+        facts, ids = self.facts, (self.facts.index_scale, self.offset)
+        return long_rows.Team(facts.columns, facts.team, ids, self.lane, self.warp, self.shared)
 
-        count = lanes.maximum(count, 0)
-        first = columns_below(int32(0))
-        stop = columns_below(lanes.minimum(count, MAX_BLOCKS))
-        front = lanes.clip(columns_below(int32(facts.begin)), first, stop)
-        back = lanes.clip(columns_below(lanes.minimum(count - facts.end, MAX_BLOCKS)), front, stop)
-        need = int32(TOPK) - (front - first) - (stop - back)
-        return Bounds(first, front, back, stop, lanes.minimum(need, back - front))
-
-    def _select_row(self, token: Lane, head: Lane, bounds: Bounds) -> None:
-        """Selects one row: the way for rows of any length and any scores."""
-        facts = self.facts
-        place = (token.to_i64() * NUM_HEADS + head.to_i64()) * facts.columns
-        row = Row(**vars(bounds), scores=self.scores + place)
-        ids = (facts.index_scale, self.offset)
-        team = long_rows.Team(facts.columns, facts.team, ids, self.lane, self.warp, self.shared)
-        team.select(row)
+    def _select_row(
+        self, token: Lane, head: Lane, bounds: Bounds, loaded: list[Lane] | None = None
+    ) -> None:
+        """Selects one row (perhaps loaded already): the way for rows of any length and scores."""
+        place = (token.to_i64() * NUM_HEADS + head.to_i64()) * self.facts.columns
+        team = self._team()
+        team.select(Row(**vars(bounds), scores=self.scores + place), loaded)
         with lanes.when(team.leads):
             self._store(token, head)
         lanes.warp_barrier()  # before the shared memory is used again
