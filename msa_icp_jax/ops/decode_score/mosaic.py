@@ -59,7 +59,7 @@ from msa_icp_jax.rows import ROW_WORDS, TAGGED_WORDS
 
 _STAGES = {32: 2, 64: 2, 128: 1}  # slots of a warp, by key rows of a page
 # Steps of a CTA whose pages it asks the second-level cache for while the kernel before it ends.
-# More of them get in that kernel's way; where late CTAs follow, there is so much to do that it pays.
+# More of them get in that kernel's way. Where late CTAs follow, there is enough to do for more.
 _PREFETCHED = 1
 _PREFETCHED_BEFORE_LATE = 2
 _COPY_EARLY = True  # copy the first pages before the lengths are known to be as guessed
