@@ -60,8 +60,8 @@ def msa_icp_decode_index_score_sharded(
       max_decode_query_len: its limit, 1 to 8.
       enable_pdl: let the kernel's launch overlap its predecessor's end (Mosaic only).
       backend: "auto", "mosaic" or "xla".
-      precision: "exact" (float32 sums of exact products), "fast" (fp8 tensor cores, 2^-10 of the
-        absolute product sum) or "auto" (exact). XLA is always exact.
+      precision: "exact" (float32 sums of exact products), "auto" (exact) or "fast", which allows
+        an error of 2^-10 of the absolute product sum. No backend makes use of it in decode.
       row_offset: first row inside a compound page, a multiple of 8.
 
     Returns:
@@ -250,9 +250,10 @@ def msa_icp_decode_pool_bytes(
     page_size: int,
     device: jax.Device | None = None,
 ) -> int:
-    """Bytes of the running Top16 lists that the fused decode keeps.
+    """Bytes of one Top16 list for every query token and head, which a fused decode needs at least.
 
-    A (score, id) pair of int32 words for 16 candidates of every query token and head.
+    A list is a (score, id) pair of int32 words for each of 16 candidates. The Mosaic kernels keep
+    one for every CTA that works at a request, in temporary memory of their own.
 
     Args:
       batch: requests, >= 0.

@@ -97,8 +97,10 @@ def decode_scores(
       page_size: P.
       decode_query_len: query tokens of a request.
       row_offset: see `index_k`.
-      precision: "exact" or "fast". Both run the exact kernel: memory sets the pace, and the
-        shorter sums of fp8 products would save nothing.
+      precision: "exact" or "fast". Both run the exact kernel, for memory sets the pace: with all
+        keys in the second-level cache, 32 requests of 131,072 keys took 0.64 of the time that
+        memory needs for them with 1 query token and 0.76 with 4. Fp8 products would save less than
+        3 % there; with 8 query tokens, where exact products begin to show, about 7 %.
       enable_pdl: start under the kernel before this one.
       target: the machine to build for.
     """
