@@ -34,6 +34,7 @@ from msa_icp_jax import (
     msa_icp_topk_select_publish,
 )
 from msa_icp_jax.geometry import NUM_HEADS, TOPK
+from msa_icp_jax.ops.prefill_score import score_candidates
 from msa_icp_jax.rows import ROW_WORDS
 
 POISON = -7  # what buffers hold before a stage writes them; no id and no likely score
@@ -106,7 +107,9 @@ def build(case: Case, stage: str, backend: str, precision: str, *, arrange: bool
             return {
                 "score": Stage(stage, (score,), "table"),
                 "select": Stage(stage, (select,), "counts", prelude=(score,)),
-                "local": Stage(stage, (score, select), "table"),
+                # What `prefill_local` of a plan launches: unlike the public scorer, it leaves
+                # columns alone that the selection does not read.
+                "local": Stage(stage, (parts.prefill_candidates(), select), "table"),
                 # The scores are there to check the rows against.
                 "fused-local": Stage(stage, (parts.prefill_fused(),), "table", prelude=(score,)),
             }[stage]
@@ -223,6 +226,14 @@ class _Parts:
             )
 
         return Part("score", run, ("queries", "keys", "table", "plan", "scores"), ("scores",))
+
+    def prefill_candidates(self) -> Part:
+        def run(*arrays: Any) -> tuple[Any, ...]:
+            *inputs, scores = arrays
+            return (score_candidates(*inputs, max_score=scores, **self._window()),)
+
+        reads = ("queries", "keys", "table", "plan", "counts", "scores")
+        return Part("candidates", run, reads, ("scores",))
 
     def prefill_select(self) -> Part:
         def run(scores: Any, counts: Any, rows: Any) -> tuple[Any, ...]:

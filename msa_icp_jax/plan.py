@@ -47,9 +47,9 @@ from msa_icp_jax.ops.index_cache import check_index_k
 from msa_icp_jax.ops.merge import msa_icp_merge_candidates
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, msa_icp_index_score_sharded_plan_device
 from msa_icp_jax.ops.prefill_score import (
-    msa_icp_index_score_sharded,
     msa_icp_prefill_pool_bytes,
-    msa_icp_prefill_score_select,
+    score_candidates,
+    select_columns,
 )
 from msa_icp_jax.ops.select import (
     MSAIcpRows,
@@ -378,12 +378,18 @@ class MSAIcpIndexerPlan:
             "force_end_blocks": self.geometry.local_blocks,
         }
         if fused:
-            carrier = msa_icp_prefill_score_select(
-                **inputs, num_valid_pages=num_valid_pages, carrier=carrier_view, **forced
+            carrier = select_columns(
+                **inputs,
+                num_valid_pages=num_valid_pages,
+                carrier=carrier_view,
+                columns=self.geometry.score_columns,
+                **forced,
             )
             return carrier, score_scratch
         assert score_scratch is not None
-        score_scratch = msa_icp_index_score_sharded(**inputs, max_score=score_scratch)
+        score_scratch = score_candidates(
+            **inputs, num_valid_pages=num_valid_pages, max_score=score_scratch
+        )
         carrier = msa_icp_topk_select_prefill(
             score_scratch,
             num_valid_pages,

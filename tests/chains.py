@@ -400,9 +400,9 @@ def check_decoded(plan: MSAIcpIndexerPlan, case: Decode, found: Decoded, *, fuse
 def check_prefilled(
     plan: MSAIcpIndexerPlan, case: Prefill, found: Prefilled, *, fused: bool
 ) -> None:
-    """Asserts ids, carriers, score scratch and untouched rows, bit for bit."""
+    """Asserts ids, carriers, the scores selected from and untouched rows, bit for bit."""
     check_output(plan, case, found.output)
-    _check_planes(plan, case, found.scratch, fused=fused)
+    _check_scratch(plan, case, found.scratch, fused=fused)
     tokens = len(case.query)
     for rank, carrier in enumerate(found.carrier):
         np.testing.assert_array_equal(carrier[:, :tokens], case.rows(plan, rank))
@@ -424,3 +424,20 @@ def _check_planes(plan: MSAIcpIndexerPlan, case: Case, planes: Array, *, fused: 
     for rank, scores in enumerate(planes):
         want = before if fused else case.plane(plan, rank).over(before)
         np.testing.assert_array_equal(scores.view(np.int32), want.view(np.int32))
+
+
+def _check_scratch(plan: MSAIcpIndexerPlan, case: Prefill, planes: Array, *, fused: bool) -> None:
+    """Prefill scores: those of candidates, by the counts; nothing reads the others."""
+    if fused:
+        _check_planes(plan, case, planes, fused=True)
+        return
+    tokens, columns = len(case.query), planes.shape[-1]
+    before = np.full(planes.shape[1:], OLD_SCORE, np.float32)
+    for rank, scores in enumerate(planes):
+        ids = np.arange(columns) * plan.geometry.index_scale + plan.geometry.index_offset(rank)
+        chosen = np.broadcast_to((ids < case.counts[:, None])[:, None], scores[:tokens].shape)
+        want = case.plane(plan, rank).over(before)
+        np.testing.assert_array_equal(
+            scores[:tokens][chosen].view(np.int32), want[:tokens][chosen].view(np.int32)
+        )
+        np.testing.assert_array_equal(scores[tokens:], before[tokens:])

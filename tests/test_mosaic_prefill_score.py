@@ -148,11 +148,43 @@ def test_scores_are_the_contract(shard, pitch, columns, sm_scale, initialize, ct
     oracle.check_scores(actual, before, plane, eps=0.0)
 
 
+@pytest.mark.parametrize("shard", [oracle.Shard(1, 4, 128), oracle.Shard(3, 4, 256)])
+def test_candidates_past_the_causal_prefix_are_hidden(shard):
+    """A selection by these counts meets no old value, whatever they claim."""
+    inputs, columns = make_inputs(WINDOW, shard, shard.rows), 12
+    counts = WINDOW.counts() + np.random.default_rng(0).integers(0, 9, WINDOW.tokens)
+    counts[:3] = -5, 8192, 2**31 - 1
+    before = np.full((WINDOW.tokens, 4, columns), _UNTOUCHED, np.float32)
+    actual = run(
+        mosaic.prefill_scores,
+        fp8(inputs.query),
+        fp8(inputs.keys),
+        inputs.table,
+        WINDOW.plan(3),
+        before,
+        rank=shard.rank,
+        world_size=shard.world_size,
+        page_size=shard.page_size,
+        row_offset=0,
+        sm_scale=1.0,
+        initialize=False,
+        precision="fast",
+        target=Target(3, interpret=True),
+        num_valid_pages=jnp.asarray(counts, jnp.int32),
+    )
+    plane = reference(WINDOW, inputs, columns, shard)
+    ids = np.arange(columns) * shard.index_scale + shard.index_offset
+    candidates = np.broadcast_to((ids < counts[:, None])[:, None], actual.shape)
+    scores = plane.scores.astype(np.float32)
+    np.testing.assert_array_equal(actual[candidates], scores[candidates])
+
+
 ROW_CASES = [
     # shard, pitch, forced begin and end, ctas, precision
     pytest.param(oracle.Shard(3, 4, 128), 32, 0, 1, 4, "fast", id="w4-p128"),
     pytest.param(oracle.Shard(1, 2, 128, 16), 80, 2, 3, 6, "fast", id="w2-p128-compound"),
-    pytest.param(oracle.Shard(3, 4, 256), 64, 1, 2, 9, "exact", id="w4-p256-exact"),
+    pytest.param(oracle.Shard(3, 4, 256), 64, 1, 2, 9, "fast", id="w4-p256"),
+    pytest.param(oracle.Shard(2, 4, 128), 32, 1, 2, 3, "exact", id="w4-p128-exact"),
 ]
 # More than 16 blocks, cut over several CTAs; a segment that sees fewer than its positions' blocks.
 LONG_WINDOW = Window([6, 20, 2], [5000, 300, 0], [5006, 200, 2], tail=3)
@@ -179,6 +211,7 @@ def test_rows_are_the_selection_of_the_scores(shard, pitch, begin, end, ctas, pr
         row_offset=shard.row_offset,
         force_begin_blocks=begin,
         force_end_blocks=end,
+        columns=48,
         precision=precision,
         target=Target(ctas, interpret=True),
     )

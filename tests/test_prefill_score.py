@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import chains
 import hypothesis
 import hypothesis.strategies as st
 import inputs
@@ -418,6 +419,33 @@ def test_fused_and_unfused_agree_bit_for_bit_on_rounded_sums():
     carrier = np.zeros((4, TOKENS, 33), np.int32)
     rows = selector(W4)(*case.arrays(), case.counts(), carrier, jnp.int32(1))
     np.testing.assert_array_equal(rows, oracle.select(plane, case.counts(), 1, 2))
+
+
+@pytest.mark.parametrize("page_size", [128, 256])
+def test_fused_and_unfused_agree_past_the_limits_of_a_plan(page_size):
+    """Device lengths and counts above what the plan was made for: both see its columns alone."""
+    plan = chains.make_plan(4, page_size, rank=1, max_model_len=1024)
+    tokens, rng = 32, np.random.default_rng(0)
+    window = plan.prefill_window_plan(
+        jnp.array([20, 12], jnp.int32),
+        jnp.array([3000, INT_MAX], jnp.int32),
+        jnp.array([2900, 888], jnp.int32),
+        total_q=tokens,
+        max_query_len=tokens,
+        max_seq_len=1024,
+    )
+    keys = inputs.fp8(inputs.integer_keys(rng, 40, page_size // 4))
+    query = inputs.fp8(inputs.integer_queries(rng, tokens))
+    table = jnp.asarray(rng.integers(0, 40, (2, 24)), jnp.int32)
+    counts = jnp.asarray(rng.integers(0, 60, tokens), jnp.int32).at[3].set(INT_MAX)
+    scratch = jnp.full((tokens, *plan.prefill_score_shape()[1:]), 1e9, jnp.float32)
+    carrier = jnp.zeros((4, tokens, 33), jnp.int32)
+    apart, together = (
+        plan.prefill_local(query, keys, table, window, scratch, counts, carrier, fused=fused)[0]
+        for fused in (False, True)
+    )
+    np.testing.assert_array_equal(apart, together)
+    assert (np.asarray(apart)[..., 16:32].max(axis=-1) < 8).all()
 
 
 # ---- any metadata ----

@@ -84,6 +84,7 @@ def _work(plan: Any, hidden: torch.Tensor, ctas: int) -> PrefillWork:
         "tiles": tiles,
         "tile_of": _tile_of_rows(plan, first, running),
         "hidden": hidden,
+        "counters": tiles.new_zeros((tiles.shape[0], balance.COUNTERS)),
     }
     return PrefillWork(**leaves)
 

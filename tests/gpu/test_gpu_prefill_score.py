@@ -20,6 +20,7 @@ from msa_icp_jax.ops._mosaic.launch import current_target
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan_device as device_plan
 from msa_icp_jax.ops.prefill_score import mosaic
+from msa_icp_jax.ops.select.mosaic import select_rows
 
 _EPS = {"fast": 2**-10, "exact": 2**-17}
 _SHARDS = [(4, 128), (2, 128), (4, 256), (2, 256)]
@@ -200,6 +201,7 @@ def test_rows_are_the_selection_of_the_kernels_own_scores(world_size, page_size,
         donate=5,
         force_begin_blocks=begin,
         force_end_blocks=end,
+        columns=columns,
         precision="fast",
         enable_pdl=True,
     )
@@ -220,3 +222,41 @@ def test_rows_are_the_selection_of_the_kernels_own_scores(world_size, page_size,
     )
     np.testing.assert_array_equal(actual[:, :tokens], expected)
     np.testing.assert_array_equal(actual[:, tokens:], before[:, tokens:])
+
+
+@pytest.mark.parametrize("precision", ["fast", "exact"])
+@pytest.mark.parametrize(("world_size", "page_size"), _SHARDS)
+def test_rows_of_a_large_window(world_size, page_size, precision):
+    """Every CTA has a share: 4,160 tokens of three segments, logs that fill up, parts that join."""
+    rng = np.random.default_rng(7)
+    shard = oracle.Shard(0, world_size, page_size)
+    qo, offset, kv = [3000, 60, 1100], [30000, 0, 12345], [33000, 60, 13445]
+    tokens, scale = sum(qo), shard.index_scale
+    columns = -(-max(kv) // page_size)
+    keys = inputs.fp8(inputs.normal_bytes(rng, (600, shard.rows, 128)))
+    queries = inputs.fp8(inputs.normal_bytes(rng, (tokens, 4, 128)))
+    table = jnp.asarray(inputs.block_table(rng, kv, page_size, columns, 600))
+    plan = _plan(qo, offset, kv, 0)
+    counts = jnp.asarray(oracle.prefill_num_valid_pages(qo, offset, tokens))
+    forced = {"force_begin_blocks": 1, "force_end_blocks": 2}
+    common = {"precision": precision, "enable_pdl": True}
+    score = _jitted(
+        mosaic.prefill_scores, shard, donate=4, sm_scale=1.0, initialize=False, **common
+    )
+    select = _jitted(mosaic.prefill_rows, shard, donate=5, columns=columns, **forced, **common)
+    plane = jnp.full((tokens, 4, columns), jnp.nan, jnp.float32)
+    plane = score(jnp.int32(0), queries, keys, table, plan, plane)
+    want = select_rows(
+        plane,
+        counts,
+        None,
+        None,
+        index_scale=scale,
+        index_offset=shard.index_offset,
+        enable_pdl=False,
+        target=current_target(),
+        **forced,
+    )
+    carrier = jnp.zeros((4, tokens, 33), jnp.int32)
+    rows = _repeat(select, 0, (queries, keys, table, plan, counts, carrier), donate=5)
+    np.testing.assert_array_equal(rows, want)

@@ -21,11 +21,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm
 
-from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS
+from msa_icp_jax.geometry import BLOCK_SIZE, HEAD_DIM, MAX_BLOCKS, NUM_HEADS, cdiv
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, maximum, when, where
+from msa_icp_jax.ops.prefill_plan import balance
 
 ROWS = 128  # query rows of a warpgroup: 32 tokens x 4 heads
 KEYS = 128  # keys of a step
@@ -64,13 +65,19 @@ class Plane:
       pages: the pages of a step.
       columns: columns of the plane.
       sm_scale: factor on the maxima.
-      initialize: whether columns past a row's causal prefix are written too.
+      hidden: whether columns past a row's causal prefix are written too: "all" of them, those that
+        are "candidates" by the row's count, or "none".
     """
 
     pages: StepPages
     columns: int
     sm_scale: float
-    initialize: bool
+    hidden: str
+
+    @property
+    def scale(self) -> int:
+        """Blocks from one column to the next."""
+        return self.pages.size // BLOCK_SIZE
 
 
 class Causal(NamedTuple):
@@ -140,17 +147,42 @@ def start_products(queries: Any, keys: Any, interpret: bool) -> jax.Array:
     return start(queries, keys)
 
 
-def settle_products(products: jax.Array, in_flight: int, interpret: bool) -> jax.Array:
-    """Waits until only the last `in_flight` multiplications may be going on."""
+def settle_products(
+    products: jax.Array, in_flight: int, after: jax.Array | None, interpret: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Waits until only the last `in_flight` multiplications may be going on.
+
+    Args:
+      products: of the multiplication that is over then.
+      in_flight: see above.
+      after: None, or `lane_maxima` to be computed before the wait: left alone, the compiler waits
+        first.
+      interpret: take the stock ops.
+
+    Returns:
+      The products and `after`.
+    """
     if interpret:
-        return products
+        return products, after
+    kept = [] if after is None else [after]
+    layouts = [plgpu.Layout.WG_STRIDED(x.shape, 1) for x in kept]
+    types = [
+        plgpu.ShapeDtypeStruct(x.shape, np.dtype(np.float32), layout)
+        for x, layout in zip(kept, layouts, strict=True)
+    ]
 
-    @plgpu.inline_mgpu(arg_types=(_PRODUCTS,), return_type=_PRODUCTS_TYPE)
-    def settle(_: Any, products: Any) -> Any:
+    @plgpu.inline_mgpu(arg_types=(_PRODUCTS, *layouts), return_type=(_PRODUCTS_TYPE, *types))
+    def settle(_: Any, *arrays: Any) -> Any:
+        registers = [x for array in arrays for x in of_array(array)]
         text = f"wgmma.wait_group.sync.aligned {in_flight};"
-        return as_array(_in_place(text, of_array(products), []), _PRODUCTS)
+        found = _in_place(text, registers, [])
+        return (
+            as_array(found[:_FRAGMENT], _PRODUCTS),
+            *(as_array(found[_FRAGMENT:], layout) for layout in layouts),
+        )
 
-    return settle(products)
+    products, *kept = settle(products, *kept)
+    return products, kept[0] if kept else None
 
 
 def _matrix(tile: Any, row_bytes: int) -> Lane:
@@ -276,7 +308,7 @@ def _store_maxima_stock(
     best = jnp.where(best == 0, 0.0, best)
     at = column + jnp.arange(pages.count)
     written = jnp.broadcast_to(at < plane.columns, best.shape)
-    if causal is not None and not plane.initialize:
+    if causal is not None and plane.hidden == "none":
         written &= at * pages.size < _seen_stock(causal)[:, None]
     first, begin, end = rows
 
@@ -316,7 +348,7 @@ def _store_maxima_inline(
         seen = _seen(position + (row >> 2), keys)
         for g, value in enumerate(best):
             written = live & (column + g < plane.columns)
-            if not plane.initialize:
+            if plane.hidden == "none":
                 written &= (column + g) * pages.size < seen
             with when(written):
                 (target + g).store(value)
@@ -324,30 +356,154 @@ def _store_maxima_inline(
     store(*maxima, scores, *scalars)
 
 
-def fill_hidden(scores: Any, token: Any, column: Any, plane: Plane, interpret: bool) -> None:
-    """One warp writes -inf to a token's columns from `column` on, for all four heads."""
+def shared_words(pages: StepPages) -> int:
+    """Words of shared memory that `share_maxima` fills."""
+    return 4 * ROWS * pages.count
+
+
+def share_maxima(maxima: LaneMaxima, target: Any, pages: StepPages, interpret: bool) -> None:
+    """Leaves the lanes' maxima of one step in shared memory, for `shared_maxima`.
+
+    Args:
+      maxima: see `lane_maxima`.
+      target: ref, float32 [shared_words].
+      pages: the pages of the step.
+      interpret: take the stock ops, which fill the first quarter.
+    """
     if interpret:
-
-        @pl.loop(column, plane.columns)
-        def _(c: Any) -> None:
-            scores[token, :, c] = jnp.full((NUM_HEADS,), -jnp.inf, jnp.float32)
-
+        target[pl.ds(0, ROWS * pages.count)] = jnp.concatenate(maxima).reshape(-1)
         return
+    layout = maxima_layout(pages)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR))
-    def fill(_: Any, scores: Any, token: Any, column: Any) -> None:
-        first = lanes.scalar(column) + (lanes.thread() & 31)
+    @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType()))
+    def share(_: Any, upper: Any, lower: Any, target: Any) -> None:
+        start = Words.of(target) + Place().thread * pages.count
+        for q, best in enumerate(_by_row(upper, lower, pages)):
+            (start + q * (ROWS * pages.count)).store_vector(best)
+
+    share(*maxima, target)
+
+
+def fill_hidden(
+    scores: Any,
+    work: tuple[Any, Any],
+    counts: Any,
+    first: Any,
+    stride: Any,
+    tokens: int,
+    offset: Any,
+    plane: Plane,
+    interpret: bool,
+) -> None:
+    """One warp writes -inf to hidden columns that no consumer writes.
+
+    Args:
+      scores: ref of the plane.
+      work: refs (tiles, tile_of) of the work list.
+      counts: ref of num_valid_pages where candidates alone are filled, else any int32 ref.
+      first, stride: the warp sees to tokens first, first + stride, .. below `tokens`.
+      tokens: see above.
+      offset: block of column 0.
+      plane: see `Plane`.
+      interpret: take the stock ops.
+    """
+    fill = _fill_hidden_stock if interpret else _fill_hidden_inline
+    fill(scores, work, counts, first, stride, tokens, offset, plane)
+
+
+def _fill_hidden_stock(
+    scores: Any,
+    work: tuple[Any, Any],
+    counts: Any,
+    first: Any,
+    stride: Any,
+    tokens: int,
+    offset: Any,
+    plane: Plane,
+) -> None:
+    tiles, tile_of = work
+    listed, step = tile_of.shape[0], plane.pages.count * plane.pages.size
+
+    @pl.loop(0, cdiv(tokens, stride))
+    def _(turn: Any) -> None:
+        token = first + turn * stride
+
+        @pl.when(token < tokens)
+        def _() -> None:
+            tile = jnp.where(token < listed, tile_of[jnp.minimum(token, listed - 1)], -1)
+            scored = jnp.where(tile >= 0, tiles[jnp.maximum(tile, 0), balance.SCORED], 0)
+            stop = jnp.int32(plane.columns)
+            if plane.hidden == "candidates":
+                count = jnp.minimum(jnp.maximum(counts[token], 0), MAX_BLOCKS)
+                stop = jnp.clip(cdiv(count - offset, plane.scale), 0, plane.columns)
+
+            @pl.loop(cdiv(scored, step) * plane.pages.count, stop)
+            def _(c: Any) -> None:
+                scores[token, :, c] = jnp.full((NUM_HEADS,), -jnp.inf, jnp.float32)
+
+
+def _fill_hidden_inline(
+    scores: Any,
+    work: tuple[Any, Any],
+    counts: Any,
+    first: Any,
+    stride: Any,
+    tokens: int,
+    offset: Any,
+    plane: Plane,
+) -> None:
+    listed, step = work[1].shape[0], plane.pages.count * plane.pages.size
+
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, *[_SCALAR] * 3))
+    def fill(_: Any, scores: Any, tiles: Any, tile_of: Any, counts: Any, *scalars: Any) -> None:
+        first, stride, offset = (lanes.scalar(x) for x in scalars)
+        lane = lanes.thread() & 31
         lowest = lanes.constant(_LOWEST, lanes.f32())
-        for head in range(NUM_HEADS):
-            row = _plane_row(scores, lanes.scalar(token) * NUM_HEADS + head, plane.columns)
 
-            def one(at: Lane, row: Words = row) -> tuple[()]:
-                (row + at).store(lowest)
-                return ()
+        def hidden(token: Lane) -> tuple[Lane, Lane]:
+            """The columns [start, stop) of a token that are to be filled."""
+            tile = (Words.of(tile_of) + lanes.minimum(token, listed - 1)).load()
+            tile = where(token < listed, tile, -1)
+            place = maximum(tile, 0) * balance.TILE_FIELDS + balance.SCORED
+            scored = where(tile >= 0, (Words.of(tiles) + place).load(), 0)
+            start = ((scored + (step - 1)) >> (step.bit_length() - 1)) * plane.pages.count
+            stop = int32(plane.columns)
+            if plane.hidden == "candidates":
+                count = (Words.of(counts) + lanes.minimum(token, tokens - 1)).load()
+                count = lanes.minimum(maximum(count, 0), MAX_BLOCKS)
+                shift = plane.scale.bit_length() - 1
+                below = (count - offset + (plane.scale - 1)) >> shift
+                stop = lanes.clip(below, 0, plane.columns)
+            return start, where(token < tokens, stop, 0)
 
-            lanes.loop(first, int32(plane.columns), 32, (), one)
+        def fill_token(token: Lane, start: Lane, stop: Lane) -> None:
+            for head in range(NUM_HEADS):
+                row = _plane_row(scores, token * NUM_HEADS + head, plane.columns)
 
-    fill(scores, token, column)
+                def one(at: Lane, row: Words = row) -> tuple[()]:
+                    (row + at).store(lowest)
+                    return ()
+
+                lanes.loop(start + lane, stop, 32, (), one)
+
+        def some(turn: Lane) -> tuple[()]:  # 32 tokens, a lane each
+            token = first + (turn + lane) * stride
+            start, stop = hidden(token)
+
+            def one(left: Lane) -> list[Lane]:
+                source = lanes.lowest_bit(left)
+                values = (lanes.warp_from(x, source) for x in (token, start, stop))
+                fill_token(*values)
+                return [left & (left - 1)]
+
+            left = lanes.warp_ballot(start < stop)
+            lanes.repeat_while([left], lambda left: left.ne(0), one)
+            return ()
+
+        turns = Lane(arith.divsi((int32(tokens - 1) - first + stride).value, stride.value))
+        lanes.loop(int32(0), turns, 32, (), some)
+
+    fill(scores, *work, counts, first, stride, offset)
 
 
 # ---- parts of the inline code: each emits the program of one CUDA thread ----
@@ -372,8 +528,26 @@ def row_maxima(place: Place, upper: Any, lower: Any, pages: StepPages) -> list[L
 
     NaN where all of a page's products are NaN.
     """
-    best = [of_array(x)[i * pages.count :][: pages.count] for x in (upper, lower) for i in range(2)]
-    return _row_per_lane(place, best)
+    return _row_per_lane(place, _by_row(upper, lower, pages))
+
+
+def _by_row(upper: Any, lower: Any, pages: StepPages) -> list[list[Lane]]:
+    """A lane's maxima of its rows (m, i) = (0, 0), (0, 1), (1, 0), (1, 1)."""
+    return [of_array(x)[i * pages.count :][: pages.count] for x in (upper, lower) for i in range(2)]
+
+
+def shared_maxima(place: Place, shared: Any, pages: StepPages) -> list[Lane]:
+    """The page maxima of row `place.row()`, of what `share_maxima` left; NaN as in `row_maxima`."""
+    row = Words.of(shared) + place.quad * (ROWS * pages.count)
+    first = place.thread & ~3
+    best: list[Lane] | None = None
+    for i in range(4):
+        # The four lanes of a row start with different ones, which lie in different banks.
+        other = first + ((place.quad + i) & 3)
+        found = (row + other * pages.count).load_vector(lanes.f32(), pages.count)
+        best = [maximum(a, b) for a, b in zip(best, found, strict=True)] if best else list(found)
+    assert best is not None
+    return best
 
 
 def _visible_below(

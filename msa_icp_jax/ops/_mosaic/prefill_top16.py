@@ -1,24 +1,26 @@
 """A running Top16 of every query row of the prefill scorer, and the rows made of it.
 
-While a CTA walks a tile's columns in ascending order, each thread looks after one row of its own
-(see `prefill_pieces`: a step leaves a row's page maxima in one lane). Columns that beat the 16th
-best so far are appended to the row's *log* in shared memory, which holds the best 16 of earlier
-columns in its first places. When a log of the warpgroup is nearly full, all its logs are *cut* back
-to their best 16 at once: alone, each of the four warps would keep the other three waiting.
+While a CTA walks a tile's columns in ascending order, each thread of a selecting warpgroup looks
+after one row of its consumer (see `prefill_pieces`: thread t after row `Place.row()`). Columns that
+beat the row's *bar*, the 16th best score so far, are appended to the row's *log* in global memory.
+Their scores alone are noted in shared memory too; when a row of the warp has nearly as many notes
+as there is room for, a network merges the notes of all its rows with the 16 best scores, which a
+thread keeps sorted in registers: the new 16th is the bar from then on. A log that runs full is cut
+back to its best 16 entries, which few rows ever need.
 
-A cut sorts scores only: a network merges the log's new scores with the 16 best, kept sorted in
-registers; the new 16th best is the bar that an entry must reach to stay. A log is always in the
-order of its columns, so of equal scores at the bar the first ones stay: the lower ids.
+A log is always in the order of its columns, so of equal scores at the bar the first ones stay: the
+lower ids. Scores of hidden pages, -inf, are carried as a number below all real scores, so that -inf
+is free to mean an empty place. Forced columns are known from their numbers alone: they bypass the
+log, their scores go to a buffer of their own.
 
-Scores of hidden pages, -inf, are carried as a number below all real scores, so that -inf is free to
-mean an empty place. Forced columns are known from their numbers alone: they bypass the log, their
-scores go to a buffer of their own.
-
-A tile's parts leave one log each; `finish_rows` joins them in the order of their columns.
+A tile's parts leave one log each, and their 16 best scores. The warp that ends last joins them and
+writes the rows: it finds the bar of all parts' scores, then passes through the logs in the order of
+their columns. It is told by a counter that all warps of a tile's parts add to.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,7 +30,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
@@ -48,21 +49,23 @@ from msa_icp_jax.ops._mosaic.lanes import (
 )
 from msa_icp_jax.ops._mosaic.prefill_pieces import (
     ROWS,
-    LaneMaxima,
     Place,
     StepPages,
     as_array,
-    maxima_layout,
     of_array,
-    row_maxima,
+    shared_maxima,
 )
 from msa_icp_jax.ops.prefill_plan import balance
 from msa_icp_jax.rows import NEG_INF_WORD, NO_BLOCK, READY, ROW_WORDS
 
-_NEW = 16  # places for new entries
-PLACE_WORDS = 2 * ROWS  # one place of all logs: (score, column) of every thread
-LOG_SHAPE = (TOPK + _NEW, PLACE_WORDS)  # shared memory of a warpgroup's logs, int32
-LIST_SHAPE = (TOPK, PLACE_WORDS)  # what a warpgroup leaves of them, int32
+_NOTES = 16  # scores noted between two changes of the bar
+_PLACES = 64  # of a log
+_CHUNK = 8  # places that are read at a time
+LOG_SHAPE = (_PLACES, 2 * ROWS)  # a warpgroup's logs, int32: (score, column) of every thread
+NOTES_SHAPE = (_NOTES, ROWS)  # its notes, float32
+RANKED_SHAPE = (TOPK, ROWS)  # what the best scores are left in, float32
+_WARPS = 4
+STAGE_SHAPE = (_WARPS, 32 * ROW_WORDS)  # where a warpgroup puts rows together, int32
 _HIDDEN = -1e30  # real scores are below 448 * 448 * 128 in size
 _EMPTY = float("-inf")
 
@@ -78,6 +81,7 @@ class Selection:
     Attributes:
       pages: the pages of a step.
       tokens: query tokens.
+      columns: columns that are candidates at most.
       scale: blocks from one column to the next.
       begin, end: forced blocks at both ends of the visible ones.
       interpret: take the stock ops, in which row r stands where thread r's data stands otherwise.
@@ -85,6 +89,7 @@ class Selection:
 
     pages: StepPages
     tokens: int
+    columns: int
     scale: int
     begin: int
     end: int
@@ -113,17 +118,44 @@ class Bounds(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The state of a warpgroup's logs.
+    """What a thread knows of its row.
 
     Attributes:
-      scores: float32 [16 * 128], the best scores, i-th best of row r at i * 128 + r.
-      kept: int32 [128], entries in the log's first places that these scores are of.
-      count: int32 [128], all entries in the log.
+      scores: float32 [16 * 128], the best scores, i-th best of row r at i * 128 + r; the bar is the
+        last of them. In stock ops the log's entries are all there is.
+      notes: int32 [128], scores noted since.
+      count: int32 [128], entries in the log.
     """
 
     scores: Any
-    kept: Any
+    notes: Any
     count: Any
+
+
+class Scratch(NamedTuple):
+    """Refs to what the parts of all tiles leave.
+
+    Attributes:
+      logs: int32 [slots, 2, *LOG_SHAPE].
+      counts: int32 [slots, 2, 128], entries of the logs.
+      ranked: float32 [slots, 2, *RANKED_SHAPE].
+      forced: float32 [16, padded rows], the forced columns' scores: column c < front of a row at
+        place c, column c >= back at place front + c - back.
+    """
+
+    logs: Any
+    counts: Any
+    ranked: Any
+    forced: Any
+
+    @staticmethod
+    def types(slots: int, facts: Selection) -> Scratch:
+        return Scratch(
+            jax.ShapeDtypeStruct((slots, 2, *LOG_SHAPE), jnp.int32),
+            jax.ShapeDtypeStruct((slots, 2, ROWS), jnp.int32),
+            jax.ShapeDtypeStruct((slots, 2, *RANKED_SHAPE), jnp.float32),
+            jax.ShapeDtypeStruct((TOPK, facts.padded_rows), jnp.float32),
+        )
 
 
 def row_bounds(
@@ -166,16 +198,19 @@ def nothing_yet(facts: Selection) -> Best:
 
     @plgpu.inline_mgpu(return_type=_best_types())
     def empty(_: Any) -> Any:
-        return _best_arrays([lanes.constant(_EMPTY, f32())] * TOPK, int32(0), int32(0))
+        scores = [lanes.constant(_EMPTY, f32())] * TOPK
+        none = as_array([int32(0)], _PER_ROW)
+        return as_array(scores, _PER_LIST), none, none
 
     return Best(*empty())
 
 
 def push(
-    maxima: LaneMaxima,
+    fresh: Any,
     best: Best,
     bounds: Bounds,
-    logs: Any,
+    notes: Any,
+    log: Any,
     forced: Any,
     row: Any,
     column: Any,
@@ -184,151 +219,218 @@ def push(
     """Takes in the page maxima of one step.
 
     Args:
-      maxima: of the step's products, see `prefill_pieces.lane_maxima`.
+      fresh: ref of the maxima in shared memory, see `prefill_pieces.share_maxima`.
       best, bounds: see there.
-      logs: ref of this warpgroup's logs in shared memory.
-      forced: ref, float32 [16, padded_rows], of the forced columns' scores: column c < front of a
-        row at place c, column c >= back at place front + c - back.
+      notes: ref of this warpgroup's notes in shared memory.
+      log: ref of this part's logs, LOG_SHAPE.
+      forced: see `Scratch`.
       row: query row (4 token + head) of row 0.
       column: first column of the step.
       facts: see `Selection`.
     """
     if facts.interpret:
-        return _push_stock(maxima, best, bounds, logs, forced, row, column, facts)
-    per_lane = maxima_layout(facts.pages)
+        return _push_stock(fresh, best, bounds, log, forced, row, column, facts)
 
     @plgpu.inline_mgpu(
         arg_types=(
-            *(per_lane, per_lane),
+            plgpu.RefType(),
             *(_PER_LIST, _PER_ROW, _PER_ROW),
             *(_PER_ROW, _PER_ROW, _PER_ROW),
-            *(plgpu.RefType(), plgpu.RefType()),
+            *[plgpu.RefType()] * 3,
             *(_SCALAR, _SCALAR),
         ),
         return_type=_best_types(),
     )
     def take(
         _: Any,
-        upper: Any,
-        lower: Any,
+        fresh: Any,
         scores: Any,
-        kept: Any,
+        noted: Any,
         count: Any,
         front: Any,
         back: Any,
         stop: Any,
-        logs: Any,
+        notes: Any,
+        log: Any,
         forced: Any,
         row: Any,
         column: Any,
     ) -> Any:
         row, column = lanes.scalar(row), lanes.scalar(column)
         place = Place()
-        new = row_maxima(place, upper, lower, facts.pages)
-        new = [maximum(x, _HIDDEN) for x in new]
-        log = _Log(logs, place, of_array(scores), of_array(kept)[0], of_array(count)[0])
+        new = [maximum(x, _HIDDEN) for x in shared_maxima(place, fresh, facts.pages)]
+        state = (of_array(scores), of_array(noted)[0], of_array(count)[0])
+        running = _Running(Words.of(notes), Words.of(log), place, *state)
         limits = Bounds(*(of_array(x)[0] for x in (front, back, stop)))
         for g, score in enumerate(new):
             at = column + g
-            log.append(score, at, (score > log.bar) & (at >= limits.front) & (at < limits.back))
+            enters = (score > running.bar) & (at >= limits.front) & (at < limits.back)
+            running.append(score, at, enters)
         _store_forced(new, column, limits, Words.of(forced) + (row + place.row()), facts)
-        crowded = log.count - log.kept > _NEW - facts.pages.count
-        types = [f32()] * TOPK + [i32(), i32()]
-        *scores, kept, count = lanes.choose(_any_of_team(crowded), types, log.cut, log.state)
-        return _best_arrays(scores, kept, count)
+        running.make_room(facts.pages.count)
+        return running.arrays()
 
-    return Best(*take(*maxima, *best, *bounds, logs, forced, row, column))
+    return Best(*take(fresh, *best, *bounds, notes, log, forced, row, column))
 
 
-def publish(best: Best, logs: Any, target: Any, facts: Selection) -> None:
-    """Writes the logs, cut, to `target`, a ref int32 LIST_SHAPE; empty places have column -1."""
-    if facts.interpret:
-        place = jnp.arange(TOPK)[:, None]
-        words = jnp.where(place < jnp.repeat(best.kept, 2), logs[:TOPK], NO_BLOCK)
-        target[...] = words
-        return
+class Part(NamedTuple):
+    """One half of a tile's part in a CTA's range, as scalars.
 
-    @plgpu.inline_mgpu(arg_types=(_PER_LIST, _PER_ROW, _PER_ROW, plgpu.RefType(), plgpu.RefType()))
-    def write(_: Any, scores: Any, kept: Any, count: Any, logs: Any, target: Any) -> None:
-        place = Place()
-        log = _Log(logs, place, of_array(scores), of_array(kept)[0], of_array(count)[0])
-        *_, kept, _ = log.cut()
-        at = Words.of(target) + place.thread * 2
-        for i in range(TOPK):
-            score, column = log.entry(i)
-            _store_pair(at + i * PLACE_WORDS, score, where(kept > i, column, NO_BLOCK))
+    Attributes:
+      half: 0 or 1.
+      slot: of the part.
+      tile: number of the tile.
+      first_slot, parts: of the tile.
+      scored: positions that the tile's last token sees.
+      row: query row (4 token + head) of row 0 of the half.
+      begin, end: rows of the half that belong to the tile.
+      offset: block of column 0.
+    """
 
-    write(*best, logs, target)
-
-
-class Joined(NamedTuple):
-    """Refs that `finish_rows` reads."""
-
-    tiles: Any  # of the work list
-    tile_of: Any
-    lists: Any  # int32 [slots, 2, *LIST_SHAPE]
-    forced: Any  # float32 [16, padded_rows]
-    counts: Any  # num_valid_pages
+    half: Any
+    slot: Any
+    tile: Any
+    first_slot: Any
+    parts: Any
+    scored: Any
+    row: Any
+    begin: Any
+    end: Any
+    offset: Any
 
 
-def finish_rows(
-    refs: Joined, carrier: Any, logs: Any, stage: Any, offset: Any, part: Any, facts: Selection
+def finish_part(
+    best: Best,
+    bounds: Bounds,
+    notes: Any,
+    scratch: Scratch,
+    counters: Any,
+    carrier: Any,
+    stage: Any,
+    part: Part,
+    facts: Selection,
 ) -> None:
-    """One warpgroup: the candidate rows of tokens [32 part, 32 part + 32).
+    """Leaves what a part has found; the warp that is the last of its tile writes the rows.
 
     Args:
-      refs: see `Joined`.
+      best, bounds: see there.
+      notes: ref of this warpgroup's notes in shared memory.
+      scratch: see there.
+      counters: ref, int32 [tiles, balance.COUNTERS], 0 before and after the launch.
       carrier: ref of the rows, int32 [4, capacity, 33].
-      logs: ref of logs in shared memory.
-      stage: ref, int32 [128 * 33], shared memory.
+      stage: ref of this warpgroup's STAGE_SHAPE, shared memory.
+      part: see there.
+      facts: see `Selection`.
+    """
+    if facts.interpret:  # rows are then made by a launch of their own
+        _publish_stock(best, scratch, part)
+        return
+    capacity = carrier.shape[1]
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            *(_PER_LIST, _PER_ROW, _PER_ROW),
+            *(_PER_ROW, _PER_ROW, _PER_ROW),
+            *[plgpu.RefType()] * 8,
+            *[_SCALAR] * len(part),
+        )
+    )
+    def finish(
+        _: Any,
+        scores: Any,
+        noted: Any,
+        count: Any,
+        front: Any,
+        back: Any,
+        stop: Any,
+        notes: Any,
+        logs: Any,
+        counts: Any,
+        ranked: Any,
+        forced: Any,
+        counters: Any,
+        carrier: Any,
+        stage: Any,
+        *part: Any,
+    ) -> None:
+        at = Part(*(lanes.scalar(x) for x in part))
+        place = Place()
+        own = _Lists(Words.of(logs), Words.of(counts), Words.of(ranked), at.half, place)
+        state = (of_array(scores), of_array(noted)[0], of_array(count)[0])
+        running = _Running(Words.of(notes), own.log(at.slot), place, *state)
+        running.rank_notes()
+        own.leave(at.slot, running)
+        warp = place.thread >> 5
+        counter = Words.of(counters) + (at.tile * balance.COUNTERS + at.half * _WARPS + warp)
+        with when(_is_last(counter, at.parts)):
+            limits = Bounds(*(of_array(x)[0] for x in (front, back, stop)))
+            row = place.row()
+            live = (row >= at.begin) & (row < at.end)
+            writer = _Rows(Words.of(stage), Words.of(carrier), capacity, place, at.offset, facts)
+            seen = _steps(at.scored, facts) * facts.pages.count
+            best_scores = own.best(at.first_slot, at.parts)
+            out = writer.row(limits, seen)
+            out.store_chosen(best_scores, own, at.first_slot, at.parts)
+            out.store_forced(Words.of(forced) + (at.row + row))
+            out.store_tail()
+            writer.copy(at.row >> 2, live)
+
+    finish(*best, *bounds, notes, *scratch, counters, carrier, stage, *part)
+
+
+def write_unscored(
+    tiles: Any,
+    tile_of: Any,
+    counts: Any,
+    carrier: Any,
+    stage: Any,
+    first: Any,
+    offset: Any,
+    facts: Selection,
+) -> None:
+    """Writes the rows of those of 32 tokens that no CTA scores anything for.
+
+    Args:
+      tiles, tile_of: refs of the work list.
+      counts: ref of num_valid_pages.
+      carrier, stage: as in `finish_part`.
+      first: the first of the tokens.
       offset: block of column 0.
-      part: see above.
       facts: see `Selection`.
     """
     if facts.interpret:
-        _finish_stock(refs, carrier, offset, part, facts)
         return
-    listed, capacity = refs.tile_of.shape[0], carrier.shape[1]
+    listed, capacity = tile_of.shape[0], carrier.shape[1]
 
-    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 8, _SCALAR, _SCALAR))
-    def finish(
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 5, _SCALAR, _SCALAR))
+    def write(
         _: Any,
         tiles: Any,
         tile_of: Any,
-        lists: Any,
-        forced: Any,
         counts: Any,
         carrier: Any,
-        logs: Any,
         stage: Any,
+        first: Any,
         offset: Any,
-        part: Any,
     ) -> None:
-        offset, part = lanes.scalar(offset), lanes.scalar(part)
+        first, offset = lanes.scalar(first), lanes.scalar(offset)
         place = Place()
-        row, first = place.row(), part * (ROWS // NUM_HEADS)
-        token = first + (row >> 2)
+        token = first + (place.row() >> 2)
         tile = (Words.of(tile_of) + minimum(token, listed - 1)).load()
-        count = (Words.of(counts) + minimum(token, facts.tokens - 1)).load()
-        live = (token < listed) & (tile >= 0)
-        fields = Words.of(tiles) + maximum(tile, 0) * balance.TILE_FIELDS
-        slot = (fields + balance.FIRST_SLOT).load()
-        parts = where(live, (fields + balance.PARTS).load(), 0)
-        # Columns that the scorer went through; those behind them are -inf.
-        seen = _steps((fields + balance.SCORED).load(), facts) * facts.pages.count
-        seen = where(live, seen, 0)
-        bounds = _bounds(where(live, count, 0), offset, facts)
+        tile = where(token < listed, tile, -1)
+        parts = (Words.of(tiles) + (maximum(tile, 0) * balance.TILE_FIELDS + balance.PARTS)).load()
+        live = (token < facts.tokens) & ((tile < 0) | parts.eq(0))
+        with when(lanes.warp_ballot(live).ne(0)):
+            count = (Words.of(counts) + minimum(token, facts.tokens - 1)).load()
+            limits = _bounds(where(tile < 0, 0, count), offset, facts)
+            writer = _Rows(Words.of(stage), Words.of(carrier), capacity, place, offset, facts)
+            out = writer.row(limits, int32(0))
+            out.store_hidden(int32(0))
+            out.store_forced(None)
+            out.store_tail()
+            writer.copy(first, live)
 
-        source = Words.of(lists) + (slot * 2 + (part & 1)).to_i64() * (TOPK * PLACE_WORDS)
-        log = _join(_Log.empty(logs, place), source + place.thread * 2, parts)
-        row_of = _Row(Words.of(stage) + row * ROW_WORDS, bounds, seen, offset, facts)
-        row_of.store_chosen(log)
-        row_of.store_forced(Words.of(forced) + (part * ROWS + row))
-        row_of.store_tail()
-        lanes.team_barrier()
-        _store_rows(Words.of(stage), Words.of(carrier), first, capacity, facts)
-
-    finish(*refs, carrier, logs, stage, offset, part)
+    write(tiles, tile_of, counts, carrier, stage, first, offset)
 
 
 # ---- the stock twins ----
@@ -336,7 +438,7 @@ def finish_rows(
 
 def _bounds_stock(count: jax.Array, offset: Any, facts: Selection) -> Bounds:
     def columns_below(block: Any) -> Any:
-        return jnp.clip((block - offset + facts.scale - 1) // facts.scale, 0, _columns(facts))
+        return jnp.clip((block - offset + facts.scale - 1) // facts.scale, 0, facts.columns)
 
     count = jnp.maximum(count, 0)
     stop = columns_below(jnp.minimum(count, MAX_BLOCKS))
@@ -357,30 +459,31 @@ def _keep_best(scores: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def _push_stock(
-    maxima: LaneMaxima,
+    fresh: Any,
     best: Best,
     bounds: Bounds,
-    logs: Any,
+    log: Any,
     forced: Any,
     row: Any,
     column: Any,
     facts: Selection,
 ) -> Best:
-    """Cuts at every step; the log's first places are all the state there is."""
-    new = jnp.maximum(jnp.concatenate(maxima), _HIDDEN).T
+    """Cuts the log back at every step; its first places are all the state there is."""
+    new = fresh[pl.ds(0, ROWS * facts.pages.count)].reshape(ROWS, facts.pages.count)
+    new = jnp.maximum(new, _HIDDEN).T
     at = jnp.broadcast_to(column + jnp.arange(facts.pages.count)[:, None], new.shape)
     inside = (at >= bounds.front) & (at < bounds.back)
     place = jnp.arange(TOPK)[:, None]
-    words = logs[:TOPK].reshape(TOPK, ROWS, 2)
+    words = log[:TOPK].reshape(TOPK, ROWS, 2)
     old = lax.bitcast_convert_type(words[..., 0], jnp.float32)
     scores, columns = _keep_best(
         jnp.concatenate(
-            [jnp.where(place < best.kept, old, _EMPTY), jnp.where(inside, new, _EMPTY)]
+            [jnp.where(place < best.count, old, _EMPTY), jnp.where(inside, new, _EMPTY)]
         ),
         jnp.concatenate([words[..., 1], at]),
     )
     words = jnp.stack([lax.bitcast_convert_type(scores, jnp.int32), columns], axis=-1)
-    logs[:TOPK] = words.reshape(TOPK, PLACE_WORDS)
+    log[:TOPK] = words.reshape(TOPK, 2 * ROWS)
     store = ~inside & (at < bounds.stop)
     slot = jnp.where(at < bounds.front, at, bounds.front + at - bounds.back)
 
@@ -395,32 +498,47 @@ def _push_stock(
                     values = lax.dynamic_slice_in_dim(new[g], r, NUM_HEADS)
                     forced[slot[g, r], pl.ds(row + r, NUM_HEADS)] = values
 
-    kept = jnp.sum(scores > _EMPTY, axis=0, dtype=jnp.int32)
-    return Best(best.scores, kept, kept)
+    return best._replace(count=jnp.sum(scores > _EMPTY, axis=0, dtype=jnp.int32))
 
 
-def _finish_stock(refs: Joined, carrier: Any, offset: Any, part: Any, facts: Selection) -> None:
+def _publish_stock(best: Best, scratch: Scratch, part: Part) -> None:
+    scratch.counts[part.slot, part.half] = best.count
+
+
+def write_rows_stock(
+    tiles: Any,
+    tile_of: Any,
+    counts: Any,
+    scratch: Scratch,
+    carrier: Any,
+    offset: Any,
+    part: Any,
+    facts: Selection,
+) -> None:
+    """The rows of tokens [32 part, 32 part + 32), of what `finish_part` left in stock ops."""
     first = part * (ROWS // NUM_HEADS)
-    listed = refs.tile_of.shape[0]
+    listed = tile_of.shape[0]
     place = jnp.arange(TOPK)[:, None]
 
     @pl.loop(0, jnp.clip(facts.tokens - first, 0, ROWS // NUM_HEADS))
     def _(t: Any) -> None:
         token = first + t
-        tile = refs.tile_of[jnp.minimum(token, listed - 1)]
+        tile = tile_of[jnp.minimum(token, listed - 1)]
         live = (token < listed) & (tile >= 0)
         tile = jnp.maximum(tile, 0)
-        parts = jnp.where(live, refs.tiles[tile, balance.PARTS], 0)
-        slot = refs.tiles[tile, balance.FIRST_SLOT]
-        steps = cdiv(refs.tiles[tile, balance.SCORED], facts.positions)
+        parts = jnp.where(live, tiles[tile, balance.PARTS], 0)
+        slot = tiles[tile, balance.FIRST_SLOT]
+        steps = cdiv(tiles[tile, balance.SCORED], facts.positions)
         seen = jnp.where(live, steps * facts.pages.count, 0)
-        front, back, stop = _bounds_stock(jnp.where(live, refs.counts[token], 0), offset, facts)
+        front, back, stop = _bounds_stock(jnp.where(live, counts[token], 0), offset, facts)
 
         def join(i: Any, best: Any) -> Any:
+            half = lax.rem(part, 2)
             words = pl.ds(t * 2 * NUM_HEADS, 2 * NUM_HEADS)
-            new = refs.lists[slot + i, lax.rem(part, 2), :, words].reshape(TOPK, NUM_HEADS, 2)
+            new = scratch.logs[slot + i, half, pl.ds(0, TOPK), words].reshape(TOPK, NUM_HEADS, 2)
+            count = scratch.counts[slot + i, half, pl.ds(t * NUM_HEADS, NUM_HEADS)]
             scores = lax.bitcast_convert_type(new[..., 0], jnp.float32)
-            scores = jnp.where(new[..., 1] >= 0, scores, _EMPTY)
+            scores = jnp.where(place < count, scores, _EMPTY)
             return _keep_best(
                 jnp.concatenate([best[0], scores]), jnp.concatenate([best[1], new[..., 1]])
             )
@@ -443,7 +561,7 @@ def _finish_stock(refs: Joined, carrier: Any, offset: Any, part: Any, facts: Sel
         f = jnp.where(place < front, place, place - need)
         column = jnp.where(f < front, f, back + f - front)
         rows = pl.ds(token * NUM_HEADS, NUM_HEADS)
-        stored = jnp.stack([refs.forced[i, rows] for i in range(TOPK)])
+        stored = jnp.stack([scratch.forced[i, rows] for i in range(TOPK)])
         stored = jnp.take_along_axis(
             stored, jnp.broadcast_to(jnp.clip(f, 0, TOPK - 1), stored.shape), axis=0
         )
@@ -458,93 +576,172 @@ def _finish_stock(refs: Joined, carrier: Any, offset: Any, part: Any, facts: Sel
         carrier[:, token, :] = jnp.concatenate([words, ids, flag]).T
 
 
-def _columns(facts: Selection) -> int:
-    return MAX_BLOCKS // facts.scale
-
-
 # ---- parts of the inline code: each emits the program of one CUDA thread ----
 
 
-class _Log:
-    """This thread's log: `count` entries, of which the first `kept` have the sorted `scores`."""
+class _Running:
+    """This thread's notes, log and best scores."""
 
     def __init__(
-        self, logs: Any, place: Place, scores: list[Lane], kept: Lane, count: Lane
+        self, notes: Words, log: Words, place: Place, scores: list[Lane], noted: Lane, count: Lane
     ) -> None:
-        self.logs, self.place = logs, place
-        self.start = Words.of(logs) + place.thread * 2
-        self.scores, self.kept, self.count = scores, kept, count
-
-    @staticmethod
-    def empty(logs: Any, place: Place) -> _Log:
-        return _Log(logs, place, [lanes.constant(_EMPTY, f32())] * TOPK, int32(0), int32(0))
+        self.notes, self.log = notes + place.thread, log + place.thread * 2
+        self.scores, self.noted, self.count = scores, noted, count
 
     @property
     def bar(self) -> Lane:
         """What a new score has to exceed."""
         return self.scores[-1]
 
-    def state(self) -> list[Lane]:
-        return [*self.scores, self.kept, self.count]
-
-    def entry(self, place: Lane | int) -> tuple[Lane, Lane]:
-        score, column = (self.start + place * PLACE_WORDS).load_vector(i32(), 2)
-        return score.bits(f32()), column
+    def arrays(self) -> Any:
+        return (
+            as_array(self.scores, _PER_LIST),
+            as_array([self.noted], _PER_ROW),
+            as_array([self.count], _PER_ROW),
+        )
 
     def append(self, score: Lane, column: Lane, enters: Lane) -> None:
         with when(enters):
-            _store_pair(self.start + self.count * PLACE_WORDS, score, column)
+            (self.notes + self.noted * ROWS).store(score)
+            _store_pair(self.log + self.count * (2 * ROWS), score, column)
+        self.noted = self.noted + enters.to_i32()
         self.count = self.count + enters.to_i32()
 
-    def cut(self) -> list[Lane]:
-        """The state with the best 16 entries left; all lanes of a warp come here together."""
-        scores, best_lost = _best_of_two(self.scores, self._new_scores())
-        bar = scores[-1]
-        ties = best_lost.eq(bar) & (bar > _EMPTY)  # more than 16 entries reach the bar
+    def make_room(self, wanted: int) -> None:
+        """Makes room for `wanted` entries; all lanes of a warp come here together."""
+        types = [f32()] * TOPK + [i32(), i32()]
+        full = self.count > _PLACES - wanted
+        crowded = lanes.warp_ballot(full | (self.noted > _NOTES - wanted)).ne(0)
 
-        def keep_all() -> list[Lane]:
-            return [self._compact(lambda score: score >= bar)]
+        def rank() -> list[Lane]:
+            inside = copy.copy(self)
+            inside.rank_notes()
+            (count,) = lanes.choose(
+                lanes.warp_ballot(full).ne(0), [i32()], inside._cut, lambda: [self.count]
+            )
+            return [*inside.scores, inside.noted, count]
 
-        def keep_first() -> list[Lane]:
-            return [self._compact(_at_bar(bar, _count_equal(scores, bar)))]
+        state = [*self.scores, self.noted, self.count]
+        *self.scores, self.noted, self.count = lanes.choose(crowded, types, rank, lambda: state)
 
-        some = lanes.warp_ballot(ties).ne(0)
-        kept = lanes.choose(some, [i32()], keep_first, keep_all)[0]
-        return [*scores, kept, kept]
+    def rank_notes(self) -> None:
+        """Brings the notes among the best scores."""
+        found = [(self.notes + i * ROWS).load(f32()) for i in range(_NOTES)]
+        found = [where(self.noted > i, x, _EMPTY) for i, x in enumerate(found)]
+        self.scores = _best_of_two(self.scores, found)
+        self.noted = int32(0)
 
-    def _new_scores(self) -> list[Lane]:
-        found = []
-        for i in range(_NEW):
-            place = self.kept + i
-            score = (self.start + place * PLACE_WORDS).load(f32())
-            found.append(where(place < self.count, score, _EMPTY))
-        return found
+    def _cut(self) -> list[Lane]:
+        """Leaves the log's best 16 entries and returns how many there are; no notes are open."""
+        stays = _AtBar(self.bar, _count_equal(self.scores, self.bar))
 
-    def _compact(self, stays: Callable[[Lane], Lane]) -> Lane:
-        """Moves the entries that stay to the front; returns how many. At most 16 may stay."""
-        kept = int32(0)
-        for half in (range(TOPK), range(TOPK, TOPK + _NEW)):
-            # None of these is overwritten before it is read: 16 entries stay at most.
-            entries = [self.entry(i) for i in half]
-            for i, (score, column) in zip(half, entries, strict=True):
-                stay = (self.count > i) & stays(score)
+        def some(first: Lane, kept: Lane, left: Lane) -> list[Lane]:
+            stays.left = left
+            start = self.log + first * (2 * ROWS)
+            pairs = [(start + i * (2 * ROWS)).load_vector(i32(), 2) for i in range(_CHUNK)]
+            for i, (word, column) in enumerate(pairs):
+                stay = stays(word.bits(f32())) & (first + i < self.count)
                 with when(stay):
-                    _store_pair(self.start + kept * PLACE_WORDS, score, column)
+                    _store_pair(self.log + kept * (2 * ROWS), word.bits(f32()), column)
                 kept = kept + stay.to_i32()
-        return kept
+            return [kept, stays.left]
+
+        kept, _ = lanes.loop(int32(0), int32(_PLACES), _CHUNK, [int32(0), stays.left], some)
+        return [kept]
 
 
-def _at_bar(bar: Lane, places: Lane) -> Callable[[Lane], Lane]:
-    """A predicate for scores in their order: above the bar, or among the first `places` at it."""
-    left = places
+class _Lists:
+    """This thread's places in what parts leave."""
 
-    def stays(score: Lane) -> Lane:
-        nonlocal left
-        at_bar = score.eq(bar) & (left > 0)
-        left = left - at_bar.to_i32()
-        return (score > bar) | at_bar
+    def __init__(self, logs: Words, counts: Words, ranked: Words, half: Lane, place: Place) -> None:
+        self.logs, self.counts, self.ranked = logs, counts, ranked
+        self.half, self.thread = half, place.thread
 
-    return stays
+    def _own(self, slot: Lane) -> Lane:
+        return (slot * 2 + self.half).to_i64()
+
+    def log(self, slot: Lane) -> Words:
+        """The logs of a slot."""
+        return self.logs + self._own(slot) * (_PLACES * 2 * ROWS)
+
+    def _count(self, slot: Lane) -> Words:
+        return self.counts + self._own(slot) * ROWS + self.thread
+
+    def _ranked(self, slot: Lane) -> Words:
+        return self.ranked + self._own(slot) * (TOPK * ROWS) + self.thread
+
+    def leave(self, slot: Lane, running: _Running) -> None:
+        self._count(slot).store(running.count)
+        for i, score in enumerate(running.scores):
+            (self._ranked(slot) + i * ROWS).store(score)
+
+    def best(self, slot: Lane, parts: Lane) -> list[Lane]:
+        """The best 16 scores of `parts` >= 1 slots, descending."""
+
+        def of_slot(slot: Lane) -> list[Lane]:
+            return [(self._ranked(slot) + i * ROWS).load(f32()) for i in range(TOPK)]
+
+        def one(other: Lane, *scores: Lane) -> list[Lane]:
+            return _best_of_descending(list(scores), of_slot(other))
+
+        return list(lanes.loop(slot + 1, slot + parts, 1, of_slot(slot), one))
+
+    def entries(self, slot: Lane, carry: list[Lane], body: Callable[..., list[Lane]]) -> Any:
+        """`carry = body(score, column, is_one, *carry)` for the entries of a slot in order."""
+        count = self._count(slot).load()
+        log = self.log(slot) + self.thread * 2
+
+        def some(first: Lane, *carry: Lane) -> list[Lane]:
+            start = log + first * (2 * ROWS)
+            pairs = [(start + i * (2 * ROWS)).load_vector(i32(), 2) for i in range(_CHUNK)]
+            for i, (word, column) in enumerate(pairs):
+                carry = tuple(body(word.bits(f32()), column, first + i < count, *carry))
+            return list(carry)
+
+        return lanes.loop(int32(0), count, _CHUNK, carry, some)
+
+
+def _is_last(counter: Words, parts: Lane) -> Lane:
+    """Whether this warp is the last of `parts` to come here; the counter is 0 again then.
+
+    What the others wrote before is visible to it.
+    """
+    one = int32(1)
+
+    def count() -> list[Lane]:
+        _device_fence()
+        lanes.warp_barrier()
+        leads = (lanes.thread() & 31).eq(0)
+        address = Lane(llvm.ptrtoint(lanes.i64(), counter.pointer))
+        text = "atom.global.inc.u32 $0, [$1], $2;"  # after parts - 1 comes 0
+        (before,) = lanes.choose(
+            leads,
+            [i32()],
+            lambda: [lanes.ptx(text, address, parts - 1, result=i32())],
+            lambda: [one],
+        )
+        before = lanes.warp_from(before, 0)
+        _device_fence()
+        return [before.eq(parts - 1)]
+
+    return lanes.choose(parts > 1, [lanes.i1()], count, lambda: [one.eq(1)])[0]
+
+
+def _device_fence() -> None:
+    """Orders this thread's memory accesses before it and after it for the whole device."""
+    llvm.fence(llvm.AtomicOrdering.acq_rel, syncscope="device")
+
+
+class _AtBar:
+    """A predicate for scores in their order: above the bar, or among the first `left` at it."""
+
+    def __init__(self, bar: Lane, left: Lane) -> None:
+        self.bar, self.left = bar, left
+
+    def __call__(self, score: Lane) -> Lane:
+        at_bar = score.eq(self.bar) & (self.left > 0)
+        self.left = self.left - at_bar.to_i32()
+        return (score > self.bar) | at_bar
 
 
 def _count_equal(scores: list[Lane], bar: Lane) -> Lane:
@@ -554,35 +751,29 @@ def _count_equal(scores: list[Lane], bar: Lane) -> Lane:
     return count
 
 
-def _best_of_two(old: list[Lane], new: list[Lane]) -> tuple[list[Lane], Lane]:
-    """The 16 best of 16 descending and 16 unsorted scores, descending, and the best of the rest."""
+def _best_of_two(old: list[Lane], new: list[Lane]) -> list[Lane]:
+    """The 16 best of 16 descending and 16 unsorted scores, descending."""
     new = list(new)
     for a, b in _sorting_network(TOPK):
         new[a], new[b] = maximum(new[a], new[b]), _lower(new[a], new[b])
-    pairs = list(zip(old, reversed(new), strict=True))
-    both = [maximum(x, y) for x, y in pairs]
-    lost = [_lower(x, y) for x, y in pairs]
+    return _best_of_descending(old, new)
+
+
+def _best_of_descending(old: list[Lane], new: list[Lane]) -> list[Lane]:
+    """The 16 best of twice 16 descending scores, descending."""
+    both = [maximum(x, y) for x, y in zip(old, reversed(new), strict=True)]
     step = TOPK // 2
     while step:
         for i in range(TOPK):
             if not i & step:
                 x, y = both[i], both[i + step]
                 both[i], both[i + step] = maximum(x, y), _lower(x, y)
-        lost = [maximum(x, y) for x, y in zip(lost[:step], lost[step:], strict=True)]
         step //= 2
-    return both, lost[0]
+    return both
 
 
 def _lower(a: Lane, b: Lane) -> Lane:
     return Lane(arith.minnumf(a.value, b.value))
-
-
-def _any_of_team(condition: Lane) -> Lane:
-    """Whether the predicate holds in any thread of the warpgroup."""
-    barrier = Lane(mgpu.utils.warpgroup_barrier_idx(sync=False))
-    text = """{ .reg .pred p, q; setp.ne.s32 p, $1, 0;
-        bar.red.or.pred q, $2, 128, p; selp.s32 $0, 1, 0, q; }"""
-    return lanes.ptx(text, condition.to_i32(), barrier, result=i32(), collective=True).ne(0)
 
 
 def _store_forced(
@@ -604,7 +795,7 @@ def _bounds(count: Lane, offset: Lane, facts: Selection) -> Bounds:
     shift = facts.scale.bit_length() - 1
 
     def columns_below(block: Lane) -> Lane:
-        return lanes.clip((block - offset + (facts.scale - 1)) >> shift, 0, _columns(facts))
+        return lanes.clip((block - offset + (facts.scale - 1)) >> shift, 0, facts.columns)
 
     count = maximum(count, 0)
     stop = columns_below(minimum(count, MAX_BLOCKS))
@@ -616,23 +807,6 @@ def _bounds(count: Lane, offset: Lane, facts: Selection) -> Bounds:
 def _steps(positions: Lane, facts: Selection) -> Lane:
     shift = facts.positions.bit_length() - 1
     return (positions + (facts.positions - 1)) >> shift
-
-
-def _join(log: _Log, source: Words, parts: Lane) -> _Log:
-    """A row's log of `parts` lists, which are in the order of their columns."""
-
-    def one(part: Lane, *state: Lane) -> list[Lane]:
-        *scores, kept, _ = state
-        joined = _Log(log.logs, log.place, scores, kept, kept)
-        start = source + part * (2 * TOPK * PLACE_WORDS)
-        pairs = [(start + i * PLACE_WORDS).load_vector(i32(), 2) for i in range(TOPK)]
-        for score, column in pairs:
-            joined.append(score.bits(f32()), column, (part < parts) & (column >= 0))
-        return joined.cut()
-
-    most = int32(0) - lanes.warp_min(int32(0) - parts)  # a cut needs the whole warp
-    *scores, kept, count = lanes.loop(int32(0), most, 1, log.state(), one)
-    return _Log(log.logs, log.place, scores, kept, count)
 
 
 class _Row:
@@ -651,22 +825,33 @@ class _Row:
         (self.target + place).store(where(score.eq(0.0), 0.0, score))
         (self.target + place + TOPK).store(column * self.facts.scale + self.offset)
 
-    def store_chosen(self, log: _Log) -> None:
-        """The best `need` entries, then columns that the scorer did not go through: -inf."""
+    def store_chosen(self, scores: list[Lane], lists: _Lists, slot: Lane, parts: Lane) -> None:
+        """The best `need` entries, then columns that the scorer did not go through.
+
+        `scores` are the best of the `parts` lists from `slot` on, descending.
+        """
         bar, at_bar = lanes.constant(float("inf"), f32()), int32(0)
-        for i, score in enumerate(log.scores):
+        for i, score in enumerate(scores):
             bar = where(self.need > i, score, bar)
-        for i, score in enumerate(log.scores):
+        for i, score in enumerate(scores):
             at_bar = at_bar + ((self.need > i) & score.eq(bar)).to_i32()
-        stays = _at_bar(bar, at_bar)
-        stored = int32(0)
-        for i in range(TOPK):
-            score, column = log.entry(i)
-            stay = (log.kept > i) & stays(score)
+        stays = _AtBar(bar, at_bar)
+
+        def entry(score: Lane, column: Lane, is_one: Lane, left: Lane, stored: Lane) -> list[Lane]:
+            stays.left = left
+            stay = is_one & stays(where(is_one, score, _EMPTY))
             with when(stay):
                 self._store(self.bounds.front + stored, score, column)
-            stored = stored + stay.to_i32()
+            return [stays.left, stored + stay.to_i32()]
 
+        def of_part(part: Lane, *carry: Lane) -> Any:
+            return lists.entries(part, list(carry), entry)
+
+        _, stored = lanes.loop(slot, slot + parts, 1, [at_bar, int32(0)], of_part)
+        self.store_hidden(stored)
+
+    def store_hidden(self, stored: Lane) -> None:
+        """Fills up `stored` entries to `need` with columns that the scorer did not go through."""
         behind = maximum(self.bounds.front, self.seen) - stored
 
         def fill(i: Lane) -> tuple[()]:
@@ -676,13 +861,16 @@ class _Row:
 
         lanes.loop(stored, self.need, 1, (), fill)
 
-    def store_forced(self, scores: Words) -> None:
+    def store_forced(self, scores: Words | None) -> None:
+        """The forced columns; without `scores` the scorer went through none."""
         front, back = self.bounds.front, self.bounds.back
 
         def one(f: Lane) -> tuple[()]:
             column = where(f < front, f, back + f - front)
-            score = (scores + f * self.facts.padded_rows).load(f32())
-            score = where(column < self.seen, score, _HIDDEN)
+            score = lanes.constant(_HIDDEN, f32())
+            if scores is not None:
+                stored = (scores + f * self.facts.padded_rows).load(f32())
+                score = where(column < self.seen, stored, _HIDDEN)
             self._store(where(f < front, f, f + self.need), score, column)
             return ()
 
@@ -718,21 +906,55 @@ def _sorting_network(size: int) -> list[tuple[int, int]]:
     return sort(0, size)
 
 
-def _store_rows(stage: Words, carrier: Words, first: Lane, capacity: int, facts: Selection) -> None:
-    """Copies 32 tokens' rows to their four heads' places, neighbouring words together."""
-    thread = lanes.thread() & (ROWS - 1)
-    words = ROWS // NUM_HEADS * ROW_WORDS
-    live = minimum((int32(facts.tokens) - first) * ROW_WORDS, words)
-    for head in range(NUM_HEADS):
-        target = carrier + (first.to_i64() + head * capacity) * ROW_WORDS
+class _Rows:
+    """A warp's 32 rows: they belong to 8 tokens, two stretches of four, and 4 heads."""
 
-        def one(i: Lane, head: int = head, target: Words = target) -> tuple[()]:
-            token = Lane(arith.divui(i.value, int32(ROW_WORDS).value))
-            source = i + (token * (NUM_HEADS - 1) + head) * ROW_WORDS
-            (target + i).store((stage + source).load())
-            return ()
+    def __init__(
+        self,
+        stage: Words,
+        carrier: Words,
+        capacity: int,
+        place: Place,
+        offset: Lane,
+        facts: Selection,
+    ) -> None:
+        self.carrier, self.capacity, self.offset, self.facts = carrier, capacity, offset, facts
+        self.lane, self.warp = place.thread & 31, place.thread >> 5
+        self.stage = stage + self.warp * (32 * ROW_WORDS)
+        row = place.row()
+        self.token = ((row >> 2) & 3) + (row >> 6) * 4  # number of this lane's token among the 8
+        self.head = row & 3
 
-        lanes.loop(thread, live, ROWS, (), one)
+    def row(self, bounds: Bounds, seen: Lane) -> _Row:
+        """This lane's row, to be put together in shared memory."""
+        target = self.stage + (self.head * 8 + self.token) * ROW_WORDS
+        return _Row(target, bounds, seen, self.offset, self.facts)
+
+    def copy(self, first: Lane, live: Lane) -> None:
+        """Copies the rows to their places, those of live lanes alone.
+
+        `first` is the token of the warpgroup's row 0.
+        """
+        lanes.warp_barrier()
+        mask = lanes.warp_ballot(live & self.head.eq(0))
+        target = self.carrier + (first + self.warp * 4).to_i64() * ROW_WORDS
+        for i in range(cdiv(8 * ROW_WORDS, 32)):
+            word = self.lane + i * 32
+            token = _quotient(word, ROW_WORDS)
+            late = token >> 2
+            # The lane that holds head 0 of this token.
+            holder = (token & 1) * 16 + ((token >> 1) & 1) + late * 2
+            is_live = (mask >> (holder & 31)) & 1
+            with when((word < 8 * ROW_WORDS) & is_live.ne(0)):
+                for head in range(NUM_HEADS):
+                    value = (self.stage + (word + head * 8 * ROW_WORDS)).load()
+                    place = word + late * (12 * ROW_WORDS)
+                    (target + head * self.capacity * ROW_WORDS + place).store(value)
+        lanes.warp_barrier()  # before the shared memory is used again
+
+
+def _quotient(x: Lane, divisor: int) -> Lane:
+    return Lane(arith.divui(x.value, int32(divisor).value))
 
 
 def _store_pair(place: Words, score: Lane, column: Lane) -> None:
@@ -749,7 +971,3 @@ def _best_types() -> Any:
         per_row,
         per_row,
     )
-
-
-def _best_arrays(scores: Any, kept: Lane, count: Lane) -> Any:
-    return as_array(scores, _PER_LIST), as_array([kept], _PER_ROW), as_array([count], _PER_ROW)

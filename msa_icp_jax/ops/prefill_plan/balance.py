@@ -24,6 +24,7 @@ from msa_icp_jax.geometry import HEAD_DIM, cdiv
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan
 
 TILE_TOKENS = 64
+COUNTERS = 8  # of a tile: its rows are joined by eighths, a warp's rows each
 UNIT_POSITIONS = 512
 
 # Fields of a tile.
@@ -58,12 +59,15 @@ class PrefillWork(NamedTuple):
       tiles: int32 [n = ceil(total_q / 64) + B, TILE_FIELDS]; the unused tail is never reached.
       tile_of: int32 [max(total_q, 1)], the tile of each query row, -1 for rows of no segment.
       hidden: float8_e4m3fn [128, 128], NaN keys, loaded in place of pages that cannot be read.
+      counters: int32 [n, COUNTERS], zeros: how many parts of a tile are done, kept by the kernel
+        that joins them (in a copy of its own, or in place: it leaves zeros behind).
     """
 
     ranges: jax.Array
     tiles: jax.Array
     tile_of: jax.Array
     hidden: jax.Array
+    counters: jax.Array
 
     @property
     def slots(self) -> int:
@@ -85,6 +89,7 @@ def prefill_work(plan: MSAIcpScorePlan, ctas: int) -> PrefillWork:
         tiles=tiles,
         tile_of=_tile_of_rows(plan, first, running),
         hidden=jnp.full((HEAD_DIM, HEAD_DIM), jnp.nan, jnp.float8_e4m3fn),
+        counters=jnp.zeros((tiles.shape[0], COUNTERS), jnp.int32),
     )
 
 

@@ -95,6 +95,60 @@ def msa_icp_index_score_sharded(
     )
 
 
+def score_candidates(
+    q: jax.Array,
+    k: jax.Array,
+    block_table: jax.Array,
+    plan: MSAIcpScorePlan,
+    num_valid_pages: jax.Array,
+    *,
+    rank: int | jax.Array,
+    max_score: jax.Array,
+    tp: int = 2,
+    compact: bool = False,
+    enable_pdl: bool = False,
+    backend: str = "auto",
+    precision: str = "auto",
+    row_offset: int = 0,
+) -> jax.Array:
+    """`msa_icp_index_score_sharded` for a selection among the first `num_valid_pages` blocks.
+
+    Columns of other blocks are not initialized: nothing reads them.
+    """
+    _check_inputs(q, k, block_table, plan, rank, tp, compact, enable_pdl, precision, row_offset)
+    plan = jax.tree.map(jnp.asarray, plan)  # a loop cannot index numpy leaves
+    tokens = q.shape[0]
+    checks.array("num_valid_pages", num_valid_pages, jnp.int32, tokens)
+    checks.array("max_score", max_score, jnp.float32, AtLeast(tokens), NUM_HEADS, AtLeast(1))
+    checks.integer("max_score.shape[2]", max_score.shape[2], 1, MAX_SELECT_COLUMNS - 1)
+    stage = _stage(backend, precision, enable_pdl, plan, q, k, block_table, max_score)
+    if tokens == 0:
+        return max_score
+    if plan.num_segments == 0:
+        return _clear(max_score, tokens)
+    initialize = (
+        {"initialize": True}
+        if stage is xla
+        else {
+            "initialize": False,
+            "num_valid_pages": num_valid_pages,
+        }
+    )
+    return stage.prefill_scores(
+        q,
+        k,
+        block_table,
+        plan,
+        max_score,
+        rank=rank,
+        world_size=tp,
+        page_size=page_size(compact),
+        row_offset=row_offset,
+        sm_scale=1.0,
+        **initialize,
+    )
+
+
 def msa_icp_prefill_score_select(
     q: jax.Array,
     k: jax.Array,
@@ -133,6 +187,46 @@ def msa_icp_prefill_score_select(
     Raises:
       TypeError, ValueError: an argument has the wrong dtype, shape or value.
     """
+    return select_columns(
+        q,
+        k,
+        block_table,
+        plan,
+        num_valid_pages,
+        carrier,
+        rank=rank,
+        columns=_all_columns(compact),
+        tp=tp,
+        compact=compact,
+        force_begin_blocks=force_begin_blocks,
+        force_end_blocks=force_end_blocks,
+        enable_pdl=enable_pdl,
+        backend=backend,
+        precision=precision,
+        row_offset=row_offset,
+    )
+
+
+def select_columns(
+    q: jax.Array,
+    k: jax.Array,
+    block_table: jax.Array,
+    plan: MSAIcpScorePlan,
+    num_valid_pages: jax.Array,
+    carrier: jax.Array,
+    *,
+    rank: int | jax.Array,
+    columns: int,
+    tp: int = 2,
+    compact: bool = False,
+    force_begin_blocks: int = 0,
+    force_end_blocks: int = 0,
+    enable_pdl: bool = False,
+    backend: str = "auto",
+    precision: str = "auto",
+    row_offset: int = 0,
+) -> jax.Array:
+    """`msa_icp_prefill_score_select` among the first `columns` columns, as on such a plane."""
     _check_inputs(q, k, block_table, plan, rank, tp, compact, enable_pdl, precision, row_offset)
     plan = jax.tree.map(jnp.asarray, plan)  # a loop cannot index numpy leaves
     tokens = q.shape[0]
@@ -159,6 +253,7 @@ def msa_icp_prefill_score_select(
         row_offset=row_offset,
         force_begin_blocks=force_begin_blocks,
         force_end_blocks=force_end_blocks,
+        columns=min(columns, _all_columns(compact)),
     )
 
 
@@ -183,6 +278,11 @@ def msa_icp_prefill_pool_bytes(
     checks.device("device", device)
     geometry.check_num_heads("num_heads", num_heads)
     return total_q * num_heads * geometry.TOPK * 8
+
+
+def _all_columns(compact: bool) -> int:
+    """Columns of the blocks that can be candidates."""
+    return geometry.MAX_BLOCKS // geometry.column_scale(page_size(compact))
 
 
 def page_size(compact: bool) -> int:

@@ -7,14 +7,17 @@ of key steps filled, page by page through the block table, and loads the next pi
 the present one is worked on. Both consumers multiply every key step; they fall out of step with
 each other by themselves, one multiplies while the other takes maxima.
 
+Both take the maxima of one half of their rows while the other half is multiplied.
+
 Keys that do not exist (bad page ids, pages past the segment or the table) arrive as NaN, which a
 maximum skips; positions are compared only in the steps that reach past the first token's position.
 
-In exact precision a third warpgroup converts the keys to float16 on their way to the consumers,
+In exact precision another warpgroup converts the keys to float16 on their way to the consumers,
 whose products are then summed in float32; fp8 products are summed in about 14 bits.
 
-What becomes of the maxima is a sink's business: `_PlaneSink` stores them, `_ListSink` keeps the
-Top16 of every row.
+What becomes of the maxima is a sink's business: `_PlaneSink` stores them; `_RowSink` hands each
+consumer's to a selecting warpgroup, which keeps the Top16 of every row while the consumer goes on,
+and makes candidate rows of them.
 """
 
 from __future__ import annotations
@@ -32,9 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from msa_icp_jax.geometry import (
     HEAD_DIM,
-    MAX_BLOCKS,
     NUM_HEADS,
-    TOPK,
     cdiv,
     column_offset,
     column_scale,
@@ -54,13 +55,21 @@ from msa_icp_jax.ops._mosaic.prefill_pieces import (
     lane_maxima,
     rows_layout,
     settle_products,
+    share_maxima,
+    shared_words,
     start_products,
     store_maxima,
 )
-from msa_icp_jax.ops._mosaic.prefill_top16 import LIST_SHAPE, LOG_SHAPE, Joined, Selection
+from msa_icp_jax.ops._mosaic.prefill_top16 import (
+    NOTES_SHAPE,
+    STAGE_SHAPE,
+    Part,
+    Scratch,
+    Selection,
+)
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan.balance import TILE_TOKENS, UNIT_POSITIONS
-from msa_icp_jax.rows import ROW_WORDS
+from msa_icp_jax.ops.select.mosaic import select_rows
 
 _CONSUMERS = 2
 _TILE_ROWS = TILE_TOKENS * NUM_HEADS
@@ -75,12 +84,15 @@ class _Shape:
       query_slots: pieces whose queries are held.
       key_slots: key steps held, ready to be multiplied.
       raw_slots: key steps held that wait to be converted to float16; 0: keys are multiplied as fp8.
-      registers: of a thread of the consumers, the producer and the converter.
+      maxima_slots: steps of each consumer whose maxima wait to be selected from; 0: no selection.
+      registers: of a thread of the consumers, of the producer, and of the converter or the
+        selecting warpgroups.
     """
 
     query_slots: int
     key_slots: int
     raw_slots: int
+    maxima_slots: int
     registers: tuple[int, ...]
 
     @property
@@ -88,14 +100,30 @@ class _Shape:
         return self.raw_slots > 0
 
     @property
+    def selects(self) -> bool:
+        return self.maxima_slots > 0
+
+    @property
     def warpgroups(self) -> int:
-        return _CONSUMERS + 1 + self.exact
+        return _CONSUMERS + 1 + self.exact + self.selects * _CONSUMERS
+
+    def take_registers(self, role: int) -> None:
+        """Sets the registers of a warpgroup by the place of its kind in `registers`."""
+        given = _SM_REGISTERS // (128 * self.warpgroups) // 8 * 8
+        wanted = self.registers[role]
+        plgpu.set_max_registers(wanted, action="increase" if wanted > given else "decrease")
 
 
-_FAST = _Shape(2, 8, 0, (232, 40))
-_FAST_BESIDE_LOGS = _Shape(2, 6, 0, (232, 40))
-_EXACT = _Shape(1, 3, 3, (184, 40, 104))
-_EXACT_BESIDE_LOGS = _Shape(1, 2, 2, (224, 24, 40))
+# Products of a step that may still be under way while the maxima of its first half are taken: 1, or
+# 0 to take maxima only when all of a step's products are there.
+_UNDER_WAY = 1
+# Whether `prefill_rows` selects while it scores; if not, it goes through a temporary score plane.
+_SELECTS_WHILE_SCORING = True
+
+_SM_REGISTERS = 1 << 16
+_FAST = _Shape(2, 8, 0, 0, (232, 40))
+_FAST_SELECTING = _Shape(2, 5, 0, 2, (160, 24, 64))
+_EXACT = _Shape(1, 3, 3, 0, (184, 40, 104))
 
 
 def prefill_scores(
@@ -114,6 +142,7 @@ def prefill_scores(
     precision: str,
     enable_pdl: bool,
     target: Target,
+    num_valid_pages: jax.Array | None = None,
 ) -> jax.Array:
     """Scores of a window, written into `max_score` (in place where that is donated).
 
@@ -127,12 +156,41 @@ def prefill_scores(
       world_size, page_size, row_offset, sm_scale, initialize, enable_pdl: as in the contract.
       precision: "fast" (fp8 products, about 14 bits) or "exact" (float32 sums).
       target: the machine to build for.
+      num_valid_pages: None, or int32 [T]: without `initialize`, columns that are candidates by
+        these counts are all written, so that the selection never meets an old value.
     """
-    work = _work_of(plan)
-    steps = _Steps(world_size, page_size, row_offset, q.shape[0], max_score.shape[2])
-    plane = Plane(steps.step_pages, steps.columns, sm_scale, initialize)
+    hidden = "all" if initialize else "none" if num_valid_pages is None else "candidates"
     scores = launch.writable(max_score)
-    _run(
+    steps = _Steps(world_size, page_size, row_offset, q.shape[0], max_score.shape[2])
+    _score_plane(
+        (q, k, block_table, plan, num_valid_pages),
+        steps,
+        Plane(steps.step_pages, steps.columns, sm_scale, hidden),
+        scores,
+        rank=rank,
+        precision=precision,
+        enable_pdl=enable_pdl,
+        target=target,
+    )
+    return launch.written(scores)
+
+
+def _score_plane(
+    inputs: tuple[Any, ...],
+    steps: _Steps,
+    plane: Plane,
+    scores: Any,
+    *,
+    rank: Any,
+    precision: str,
+    enable_pdl: bool,
+    target: Target,
+) -> Any:
+    """Scores (q, k, block_table, plan, num_valid_pages) into a ref, or where that is None, anew."""
+    q, k, block_table, plan, counts = inputs
+    work = _work_of(plan)
+    shape = jax.ShapeDtypeStruct((steps.tokens, NUM_HEADS, plane.columns), jnp.float32)
+    return _run(
         "prefill_scores",
         functools.partial(_PlaneSink, steps, plane, target),
         q,
@@ -140,13 +198,17 @@ def prefill_scores(
         block_table,
         work,
         rank,
-        (work.tile_of, scores),
+        (
+            work.tile_of,
+            work.tile_of if counts is None else counts,
+            *([] if scores is None else [scores]),
+        ),
         shape=_EXACT if precision == "exact" else _FAST,
         steps=steps,
         pdl=enable_pdl,
         target=target,
+        out_type=shape if scores is None else (),
     )
-    return launch.written(scores)
 
 
 def prefill_rows(
@@ -163,71 +225,91 @@ def prefill_rows(
     row_offset: int,
     force_begin_blocks: int,
     force_end_blocks: int,
+    columns: int,
     precision: str,
     enable_pdl: bool,
     target: Target,
 ) -> jax.Array:
     """Candidate rows of a window, written into `carrier`, without a score plane.
 
-    The scorer keeps the Top16 of every row's columns; a second kernel joins the lists of tiles that
-    several CTAs shared and writes the rows.
+    The scorer keeps the Top16 of every row's columns. Where several CTAs share a tile, the one that
+    ends last joins what they have found and writes the rows.
+
+    In exact precision an SM has no registers left for that: the rows are then selected from a
+    temporary score plane of `columns` columns.
 
     Args:
       num_valid_pages: int32 [T].
       carrier: int32 [4, >= T, 33].
       force_begin_blocks, force_end_blocks: forced blocks at both ends of the visible ones.
+      columns: columns that are scored and can be candidates at most.
       q, k, block_table, plan, rank, world_size, page_size, row_offset, precision, enable_pdl,
         target: as in `prefill_scores`.
     """
+    steps = _Steps(world_size, page_size, row_offset, q.shape[0], columns)
+    if precision == "exact" or not _SELECTS_WHILE_SCORING:
+        scores = _score_plane(
+            (q, k, block_table, plan, num_valid_pages),
+            steps,
+            Plane(steps.step_pages, columns, 1.0, "candidates"),
+            None,
+            rank=rank,
+            precision=precision,
+            enable_pdl=enable_pdl,
+            target=target,
+        )
+        return select_rows(
+            scores,
+            num_valid_pages,
+            carrier,
+            None,
+            index_scale=column_scale(page_size),
+            index_offset=column_offset(rank, world_size, page_size),
+            force_begin_blocks=force_begin_blocks,
+            force_end_blocks=force_end_blocks,
+            enable_pdl=enable_pdl,
+            target=target,
+        )
     work = _work_of(plan)
-    scale = column_scale(page_size)
-    steps = _Steps(world_size, page_size, row_offset, q.shape[0], MAX_BLOCKS // scale)
     facts = Selection(
         steps.step_pages,
         steps.tokens,
-        scale,
+        columns,
+        column_scale(page_size),
         force_begin_blocks,
         force_end_blocks,
         target.interpret,
     )
-    lists, forced = _run(
-        "prefill_lists",
-        functools.partial(_ListSink, facts),
+    zeros = work.counters
+    if not isinstance(rank, int):
+        zeros = zeros + 0 * rank  # where ranks are mapped over, each has its own
+    counters, rows = launch.writable(zeros), launch.writable(carrier)
+    scratch = _run(
+        "prefill_rows",
+        functools.partial(_RowSink, facts),
         q,
         k,
         block_table,
         work,
         rank,
-        (num_valid_pages,),
-        shape=_EXACT_BESIDE_LOGS if precision == "exact" else _FAST_BESIDE_LOGS,
+        (num_valid_pages, work.tile_of, counters, rows),
+        shape=_FAST_SELECTING,
         steps=steps,
         pdl=enable_pdl,
         target=target,
-        out_type=(
-            jax.ShapeDtypeStruct((work.slots, _CONSUMERS, *LIST_SHAPE), jnp.int32),
-            jax.ShapeDtypeStruct((TOPK, facts.padded_rows), jnp.float32),
-        ),
-        scratch={"logs": plgpu.SMEM((_CONSUMERS, *LOG_SHAPE), jnp.int32)},
-    )
-    rows = launch.writable(carrier)
-    launch.launch(
-        functools.partial(_finish_kernel, facts=facts, pdl=enable_pdl),
-        name="prefill_rows",
-        target=target,
-        grid=(facts.padded_rows // ROWS,),
-        scratch_types={
-            "logs": plgpu.SMEM(LOG_SHAPE, jnp.int32),
-            "stage": plgpu.SMEM((ROWS * ROW_WORDS,), jnp.int32),
+        out_type=Scratch.types(work.slots, facts),
+        scratch={
+            "notes": plgpu.SMEM((_CONSUMERS, *NOTES_SHAPE), jnp.float32),
+            "stage": plgpu.SMEM((_CONSUMERS, *STAGE_SHAPE), jnp.int32),
         },
-    )(
-        work.tiles,
-        work.tile_of,
-        lists,
-        forced,
-        num_valid_pages,
-        _rank_scalars(rank, steps),
-        rows,
     )
+    if target.interpret:  # CTAs that wait for one another's results cannot be simulated
+        launch.launch(
+            functools.partial(_write_rows_stock, facts=facts),
+            name="prefill_rows_stock",
+            target=target,
+            grid=(facts.padded_rows // ROWS,),
+        )(work.tiles, work.tile_of, num_valid_pages, *scratch, _rank_scalars(rank, steps), rows)
     return launch.written(rows)
 
 
@@ -323,23 +405,77 @@ class _Buffer(NamedTuple):
             plgpu.barrier_wait(self.free.at[self.slot(turn)])
 
 
+class _Maxima(NamedTuple):
+    """Slots for the page maxima of a step, a ring for each consumer."""
+
+    data: Any
+    full: Any
+    free: Any
+
+    @staticmethod
+    def types(slots: int, pages: StepPages) -> _Maxima:
+        all_slots = _CONSUMERS * slots
+        return _Maxima(
+            plgpu.SMEM((all_slots, shared_words(pages)), jnp.float32),
+            plgpu.Barrier(num_arrivals=1, num_barriers=all_slots),
+            plgpu.Barrier(num_arrivals=1, num_barriers=all_slots),
+        )
+
+    def ring(self, half: Any) -> _MaximaRing:
+        return _MaximaRing(self, half, self.data.shape[0] // _CONSUMERS)
+
+
+class _MaximaRing(NamedTuple):
+    """The slots of one consumer, filled in turn."""
+
+    maxima: _Maxima
+    half: Any
+    slots: int
+
+    def _slot(self, turn: Any) -> Any:
+        return self.half * self.slots + lax.rem(turn, self.slots)
+
+    def data(self, turn: Any) -> Any:
+        return self.maxima.data.at[self._slot(turn)]
+
+    def wait_full(self, turn: Any) -> None:
+        plgpu.barrier_wait(self.maxima.full.at[self._slot(turn)])
+
+    def publish(self, turn: Any) -> None:
+        plgpu.barrier_arrive(self.maxima.full.at[self._slot(turn)])
+
+    def wait_free(self, turn: Any) -> None:
+        @pl.when(turn >= self.slots)
+        def _() -> None:
+            plgpu.barrier_wait(self.maxima.free.at[self._slot(turn)])
+
+    def release(self, turn: Any) -> None:
+        plgpu.barrier_arrive(self.maxima.free.at[self._slot(turn)])
+
+    def drain(self, turns: Any) -> None:
+        @pl.loop(jnp.maximum(turns - self.slots, 0), turns)
+        def _(turn: Any) -> None:
+            plgpu.barrier_wait(self.maxima.free.at[self._slot(turn)])
+
+
 class _Ring(NamedTuple):
-    """Shared memory between the producer, the converter and the consumers."""
+    """Shared memory between the producer, the converter, the consumers and the selection."""
 
     queries: _Buffer
     keys: _Buffer
     raw: _Buffer | None
+    maxima: _Maxima | None
 
     @staticmethod
-    def types(pages: int, shape: _Shape) -> _Ring:
+    def types(pages: StepPages, shape: _Shape) -> _Ring:
         fp8 = jnp.float8_e4m3fn
         dtype = jnp.float16 if shape.exact else fp8
-        key_fills = 1 if shape.exact else pages
-        raw = _Buffer.types(shape.raw_slots, (KEYS,), fp8, pages, 1) if shape.exact else None
+        key_fills = 1 if shape.exact else pages.count
         return _Ring(
             _Buffer.types(shape.query_slots, (_CONSUMERS, ROWS), dtype, _CONSUMERS, _CONSUMERS),
             _Buffer.types(shape.key_slots, (KEYS,), dtype, key_fills, _CONSUMERS),
-            raw,
+            _Buffer.types(shape.raw_slots, (KEYS,), fp8, pages.count, 1) if shape.exact else None,
+            _Maxima.types(shape.maxima_slots, pages) if shape.selects else None,
         )
 
     @property
@@ -382,7 +518,7 @@ def _run(
         grid=(work.ranges.shape[0],),
         warpgroups=shape.warpgroups,
         out_type=out_type,
-        scratch_types={"ring": _Ring.types(steps.pages, shape), **(scratch or {})},
+        scratch_types={"ring": _Ring.types(steps.step_pages, shape), **(scratch or {})},
     )(
         query,
         k,
@@ -413,20 +549,21 @@ def _kernel(
     **sink_scratch: Any,
 ) -> None:
     if pdl and not target.interpret:
-        plgpu.griddepcontrol_launch_dependents()
+        # In this order: a kernel that starts early then finds all that was made before this one.
         plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_launch_dependents()
     work = _Range.load(ranges, tiles)
-    sink = make_sink(work, scalars, *sink_refs, **sink_scratch)
+    sink = make_sink(work, ring, scalars, *sink_refs, **sink_scratch)
     warpgroup = lax.axis_index(WARPGROUP)
 
     @pl.when(warpgroup < _CONSUMERS)
     def _() -> None:
-        plgpu.set_max_registers(shape.registers[0], action="increase")
+        shape.take_registers(0)
         _consume(work, ring, sink, scalars[0], steps, target.interpret)
 
     @pl.when(warpgroup == _CONSUMERS)
     def _() -> None:
-        plgpu.set_max_registers(shape.registers[1], action="decrease")
+        shape.take_registers(1)
 
         @plgpu.warp_map
         def _(warp: Any) -> None:
@@ -436,19 +573,23 @@ def _kernel(
 
             sink.run_aside(warp - 1)
 
-    if shape.exact:
+    if shape.warpgroups > _CONSUMERS + 1:
 
-        @pl.when(warpgroup == _CONSUMERS + 1)
+        @pl.when(warpgroup > _CONSUMERS)
         def _() -> None:
-            plgpu.set_max_registers(shape.registers[2], action="decrease")
-            _convert(work, ring, steps)
+            shape.take_registers(2)
+            if shape.exact:
+                _convert(work, ring, steps)
+            else:
+                sink.select(warpgroup - _CONSUMERS - 1, steps)
 
 
 class _Piece(NamedTuple):
     """A tile's part in a CTA's range, as scalars.
 
     Steps [begin, end) of the segment are to be scored for rows [first_row, end_row) of the 64 query
-    rows of `tile`; the first of the 64 would sit at `position`.
+    rows of `tile`; the first of the 64 would sit at `position`. The tile's last token sees `scored`
+    positions; its `parts` have the slots from `first_slot` on.
     """
 
     tile: Any
@@ -459,6 +600,9 @@ class _Piece(NamedTuple):
     keys: Any
     begin: Any
     end: Any
+    scored: Any
+    first_slot: Any
+    parts: Any
 
 
 class _Range(NamedTuple):
@@ -510,6 +654,9 @@ class _Range(NamedTuple):
             field(balance.KEYS),
             jnp.where(index == 0, self.begin * per_unit, 0),
             jnp.where(last, jnp.minimum(self.end * per_unit, end), end),
+            field(balance.SCORED),
+            field(balance.FIRST_SLOT),
+            field(balance.PARTS),
         )
 
 
@@ -595,8 +742,9 @@ def _convert(work: _Range, ring: _Ring, steps: _Steps) -> None:
             some = plgpu.layout_cast(some.astype(jnp.float16), plgpu.Layout.WGMMA)
             keys.data[keys.slot(turn), rows] = some
 
-        raw.release(turn)
+        # Copies and products, which are asynchronous, come after what was read and written here.
         plgpu.commit_smem()
+        raw.release(turn)
         plgpu.barrier_arrive(keys.full.at[keys.slot(turn)])
 
     def one_piece(index: Any, carry: Any) -> Any:
@@ -644,33 +792,25 @@ class _Rows(NamedTuple):
 def _consume(
     work: _Range, ring: _Ring, sink: Any, rank: Any, steps: _Steps, interpret: bool
 ) -> None:
-    """One warpgroup: 128 query rows of every piece against all its keys.
-
-    While the tensor cores work on a step, the warpgroup deals with the maxima of the step before.
-    The rows are multiplied as two halves of 64, so that it can begin with the maxima of one while
-    the other is still under way.
-    """
+    """One warpgroup: 128 query rows of every piece against all its keys."""
     half = lax.axis_index(WARPGROUP)
 
     def one_piece(index: Any, carry: Any) -> Any:
         piece, done = carry
         following = work.piece(index + 1, steps)
         ring.queries.wait_full(index)
-
-        @pl.when(piece.begin < piece.end)
-        def _() -> None:
-            queries = ring.queries.data.at[ring.queries.slot(index), half]
-            _consume_piece(piece, index, done, queries, ring, sink, rank, steps, interpret)
-
+        queries = ring.queries.data.at[ring.queries.slot(index), half]
+        _consume_piece(piece, done, queries, ring, sink, rank, steps, interpret)
         ring.queries.release(index)
         return following, done + jnp.maximum(piece.end - piece.begin, 0)
 
-    lax.fori_loop(0, work.count, one_piece, (work.first_piece(steps), jnp.int32(0)))
+    start = (work.first_piece(steps), jnp.int32(0))
+    _, done = lax.fori_loop(0, work.count, one_piece, start)
+    sink.drain(half, done)
 
 
 def _consume_piece(
     piece: _Piece,
-    index: Any,
     done: Any,
     queries: Any,
     ring: _Ring,
@@ -679,46 +819,37 @@ def _consume_piece(
     steps: _Steps,
     interpret: bool,
 ) -> None:
-    """One piece, which has steps; `done` steps came before it."""
+    """The steps of one piece; `done` steps came before it.
+
+    The rows are multiplied as two halves of 64, and the maxima of one are taken while the other is
+    still under way. Both are started at once: the tensor cores then finish one consumer's step
+    before they turn to the other's, which takes its maxima meanwhile.
+    """
     rows = _Rows.of(piece, lax.axis_index(WARPGROUP))
 
-    def causal_of(step: Any) -> Causal:
-        return Causal(rows.position, piece.keys, step * steps.positions + rank * steps.rows)
-
-    def take(step: Any, maxima: Any, state: Any, may_hide: bool) -> Any:
-        causal = causal_of(step) if may_hide else None
-        return sink.take(maxima, state, rows, step * steps.pages, causal)
-
-    def multiply(step: Any, may_hide: bool, meanwhile: Callable[[], Any]) -> Any:
-        """The step's maxima, and the result of what is done while its products are under way."""
+    def one_step(step: Any, may_hide: bool) -> None:
         turn = done + step - piece.begin
+        first_key = step * steps.positions + rank * steps.rows
+        causal = Causal(rows.position, piece.keys, first_key) if may_hide else None
+
+        def maxima(products: jax.Array, m: int) -> jax.Array:
+            return lane_maxima(products, m, causal, steps.step_pages, interpret)
+
         ring.keys.wait_full(turn)
         keys = ring.keys.data.at[ring.keys.slot(turn)]
-        products = [
+        upper, lower = (
             start_products(queries.at[pl.ds(m * ROWS // 2, ROWS // 2)], keys, interpret)
             for m in range(2)
-        ]
-        result = meanwhile()
-        maxima = []
-        for m in range(2):
-            settled = settle_products(products[m], 1 - m, interpret)
-            if m:
-                ring.keys.release(turn)
-            causal = causal_of(step) if may_hide else None
-            maxima.append(lane_maxima(settled, m, causal, steps.step_pages, interpret))
-        return tuple(maxima), result
+        )
+        upper, _ = settle_products(upper, _UNDER_WAY, None, interpret)
+        lower, best = settle_products(lower, 0, maxima(upper, 0), interpret)
+        assert best is not None
+        ring.keys.release(turn)
+        sink.take((best, maxima(lower, 1)), rows, turn, step * steps.pages, causal)
 
-    def one_step(step: Any, carry: Any, may_hide: bool) -> Any:
-        maxima, state = carry
-        return multiply(step, may_hide, lambda: take(step - 1, maxima, state, may_hide))
-
-    first = piece.begin + 1
-    whole = jnp.maximum(rows.whole_steps(piece, steps), first)
-    carry = multiply(piece.begin, True, lambda: sink.start(rows))
-    carry = lax.fori_loop(first, whole, functools.partial(one_step, may_hide=False), carry)
-    carry = lax.fori_loop(whole, piece.end, functools.partial(one_step, may_hide=True), carry)
-    maxima, state = carry
-    sink.finish(take(piece.end - 1, maxima, state, True), rows, index)
+    whole = rows.whole_steps(piece, steps)
+    pl.loop(piece.begin, whole)(functools.partial(one_step, may_hide=False))
+    pl.loop(whole, piece.end)(functools.partial(one_step, may_hide=True))
 
 
 class _PlaneSink:
@@ -730,21 +861,22 @@ class _PlaneSink:
         plane: Plane,
         target: Target,
         work: _Range,
+        ring: _Ring,
         scalars: Any,
         tile_of: Any,
+        counts: Any,
         scores: Any,
     ) -> None:
-        del scalars
+        del ring
         self.steps, self.plane, self.target = steps, plane, target
-        self.tiles, self.tile_of, self.scores = work.tiles, tile_of, scores
-        self.ctas = work.ranges.shape[0]
-
-    def start(self, rows: _Rows) -> tuple[()]:
-        return ()
+        self.work, self.offset = work, scalars[1]
+        self.tile_of, self.counts, self.scores = tile_of, counts, scores
 
     def take(
-        self, maxima: LaneMaxima, state: tuple[()], rows: _Rows, column: Any, causal: Causal | None
-    ) -> tuple[()]:
+        self, maxima: LaneMaxima, rows: _Rows, turn: Any, column: Any, causal: Causal | None
+    ) -> None:
+        """One consumer's maxima of a step, the turn-th of the CTA."""
+        del turn
         store_maxima(
             maxima,
             self.scores,
@@ -754,101 +886,175 @@ class _PlaneSink:
             self.plane,
             self.target.interpret,
         )
-        return ()
 
-    def finish(self, state: tuple[()], rows: _Rows, index: Any) -> None:
-        pass
+    def drain(self, half: Any, turns: Any) -> None:
+        """Called by a consumer after its last step."""
 
     def run_aside(self, warp: Any) -> None:
-        """The three idle warps: -inf into the columns that no piece writes, a token at a time."""
-        if not self.plane.initialize:
+        """The three idle warps: -inf into the hidden columns that no piece writes."""
+        if self.plane.hidden == "none":
             return
-        stride = 3 * self.ctas
+        ctas = self.work.ranges.shape[0]
 
         @pl.when(warp >= 0)
         def _() -> None:
-            @pl.loop(0, cdiv(self.steps.tokens, stride))
-            def _(turn: Any) -> None:
-                token = turn * stride + warp * self.ctas + lax.axis_index(CTA)
-
-                @pl.when(token < self.steps.tokens)
-                def _() -> None:
-                    column = self._scored_columns(token)
-                    fill_hidden(self.scores, token, column, self.plane, self.target.interpret)
-
-    def _scored_columns(self, token: Any) -> Any:
-        """Columns of a token that the consumers write."""
-        listed = self.tile_of.shape[0]
-        tile = jnp.where(token < listed, self.tile_of[jnp.minimum(token, listed - 1)], -1)
-        scored = jnp.where(tile >= 0, self.tiles[jnp.maximum(tile, 0), balance.SCORED], 0)
-        return _cdiv(scored, self.steps.positions) * self.steps.pages
+            fill_hidden(
+                self.scores,
+                (self.work.tiles, self.tile_of),
+                self.counts,
+                warp * ctas + lax.axis_index(CTA),
+                3 * ctas,
+                self.steps.tokens,
+                self.offset,
+                self.plane,
+                self.target.interpret,
+            )
 
 
-class _ListSink:
-    """Keeps the Top16 of every row and leaves it in the slot of the piece."""
+class _RowSink:
+    """Keeps the Top16 of every row and makes candidate rows of them."""
 
     def __init__(
         self,
         facts: Selection,
         work: _Range,
+        ring: _Ring,
         scalars: Any,
         counts: Any,
-        lists: Any,
-        forced: Any,
-        *,
-        logs: Any,
+        tile_of: Any,
+        counters: Any,
+        carrier: Any,
+        *scratch: Any,
+        notes: Any,
+        stage: Any,
     ) -> None:
-        self.facts, self.slot, self.offset = facts, work.slot, scalars[1]
-        self.counts, self.lists, self.forced, self.logs = counts, lists, forced, logs
-
-    def start(self, rows: _Rows) -> Any:
-        bounds = prefill_top16.row_bounds(
-            self.counts,
-            self.offset,
-            lax.div(rows.first, NUM_HEADS),
-            rows.begin,
-            rows.end,
-            self.facts,
-        )
-        return prefill_top16.nothing_yet(self.facts), bounds
+        assert ring.maxima is not None
+        self.facts, self.work, self.maxima, self.offset = facts, work, ring.maxima, scalars[1]
+        self.counts, self.tile_of, self.counters = counts, tile_of, counters
+        self.carrier, self.scratch = carrier, Scratch(*scratch)
+        self.notes, self.stage = notes, stage
 
     def take(
-        self, maxima: LaneMaxima, state: Any, rows: _Rows, column: Any, causal: Causal | None
-    ) -> Any:
-        best, bounds = state
-        logs = self.logs.at[rows.half]
-        best = prefill_top16.push(
-            maxima, best, bounds, logs, self.forced, rows.first, column, self.facts
-        )
-        return best, bounds
+        self, maxima: LaneMaxima, rows: _Rows, turn: Any, column: Any, causal: Causal | None
+    ) -> None:
+        """One consumer's maxima of a step, the turn-th of the CTA."""
+        del column, causal
+        ring = self.maxima.ring(rows.half)
+        ring.wait_free(turn)
+        share_maxima(maxima, ring.data(turn), self.facts.pages, self.facts.interpret)
+        ring.publish(turn)
 
-    def finish(self, state: Any, rows: _Rows, index: Any) -> None:
-        target = self.lists.at[self.slot + index, rows.half]
-        prefill_top16.publish(state[0], self.logs.at[rows.half], target, self.facts)
+    def drain(self, half: Any, turns: Any) -> None:
+        """Called by a consumer after its last step."""
+        self.maxima.ring(half).drain(turns)
 
     def run_aside(self, warp: Any) -> None:
-        pass
+        """Called by the three idle warps."""
+
+    def select(self, half: Any, steps: _Steps) -> None:
+        """One warpgroup: the Top16 of a consumer's rows, from the maxima that it leaves."""
+        self._write_unscored(half)
+
+        def one_piece(index: Any, done: Any) -> Any:
+            piece = self.work.piece(index, steps)
+
+            @pl.when(piece.begin < piece.end)
+            def _() -> None:
+                self._select_piece(piece, half, index, done, steps)
+
+            return done + jnp.maximum(piece.end - piece.begin, 0)
+
+        lax.fori_loop(0, self.work.count, one_piece, jnp.int32(0))
+
+    def _write_unscored(self, half: Any) -> None:
+        """Rows that have no part: a CTA sees to every stride-th stretch of 64 tokens."""
+        stride = self.work.ranges.shape[0]
+
+        @pl.loop(0, cdiv(cdiv(self.facts.tokens, TILE_TOKENS), stride))
+        def _(turn: Any) -> None:
+            stretch = turn * stride + lax.axis_index(CTA)
+            prefill_top16.write_unscored(
+                self.work.tiles,
+                self.tile_of,
+                self.counts,
+                self.carrier,
+                self.stage.at[half],
+                stretch * TILE_TOKENS + half * _CONSUMER_TOKENS,
+                self.offset,
+                self.facts,
+            )
+
+    def _select_piece(self, piece: _Piece, half: Any, index: Any, done: Any, steps: _Steps) -> None:
+        facts, rows = self.facts, _Rows.of(piece, half)
+        token = lax.div(rows.first, NUM_HEADS)
+        bounds = prefill_top16.row_bounds(
+            self.counts, self.offset, token, rows.begin, rows.end, facts
+        )
+        ring, notes = self.maxima.ring(half), self.notes.at[half]
+        slot = self.work.slot + index
+        log = self.scratch.logs.at[slot, half]
+
+        def one_step(step: Any, best: Any) -> Any:
+            turn = done + step - piece.begin
+            ring.wait_full(turn)
+            best = prefill_top16.push(
+                ring.data(turn),
+                best,
+                bounds,
+                notes,
+                log,
+                self.scratch.forced,
+                rows.first,
+                step * steps.pages,
+                facts,
+            )
+            ring.release(turn)
+            return best
+
+        nothing = prefill_top16.nothing_yet(facts)
+        best = lax.fori_loop(piece.begin, piece.end, one_step, nothing)
+        part = Part(
+            half,
+            slot,
+            self.work.first + index,
+            piece.first_slot,
+            piece.parts,
+            piece.scored,
+            rows.first,
+            rows.begin,
+            rows.end,
+            self.offset,
+        )
+        prefill_top16.finish_part(
+            best,
+            bounds,
+            notes,
+            self.scratch,
+            self.counters,
+            self.carrier,
+            self.stage.at[half],
+            part,
+            facts,
+        )
 
 
-def _finish_kernel(
+def _write_rows_stock(
     tiles: Any,
     tile_of: Any,
-    lists: Any,
-    forced: Any,
     counts: Any,
+    logs: Any,
+    log_counts: Any,
+    ranked: Any,
+    forced: Any,
     scalars: Any,
     rows: Any,
     *,
-    logs: Any,
-    stage: Any,
     facts: Selection,
-    pdl: bool,
 ) -> None:
-    if pdl and not facts.interpret:
-        plgpu.griddepcontrol_launch_dependents()
-        plgpu.griddepcontrol_wait()
-    refs = Joined(tiles, tile_of, lists, forced, counts)
-    prefill_top16.finish_rows(refs, rows, logs, stage, scalars[1], lax.axis_index(CTA), facts)
+    scratch = Scratch(logs, log_counts, ranked, forced)
+    prefill_top16.write_rows_stock(
+        tiles, tile_of, counts, scratch, rows, scalars[1], lax.axis_index(CTA), facts
+    )
 
 
 def _cdiv(a: Any, b: int) -> Any:

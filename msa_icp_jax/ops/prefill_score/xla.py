@@ -69,7 +69,7 @@ def prefill_scores(
     return _for_each_tile(plan, q.shape[0], one_tile, max_score)
 
 
-@functools.partial(jax.jit, static_argnames=(*_SIZES, *_FORCED))
+@functools.partial(jax.jit, static_argnames=(*_SIZES, *_FORCED, "columns"))
 def prefill_rows(
     q: jax.Array,
     k: jax.Array,
@@ -84,12 +84,15 @@ def prefill_rows(
     row_offset: int,
     force_begin_blocks: int,
     force_end_blocks: int,
+    columns: int,
 ) -> jax.Array:
-    """Writes candidate rows into the carrier without a score plane: a running Top16."""
+    """Writes candidate rows into the carrier without a score plane: a running Top16.
+
+    Candidates are among the first `columns` columns.
+    """
     shard = Shard(k, rank, world_size, page_size, row_offset)
     scale, offset = column_scale(page_size), column_offset(rank, world_size, page_size)
-    limit = MAX_BLOCKS // scale
-    step = _portable.columns_per_step(shard, 1, limit)
+    step = _portable.columns_per_step(shard, 1, columns)
     varying = (q, k, block_table, plan.qo_lens, num_valid_pages, rank)
     carrier = vary_as(carrier, *varying)
     no_candidate = vary_as(rows.empty_rows(NUM_HEADS, q.shape[0]), carrier)
@@ -100,7 +103,7 @@ def prefill_rows(
         per_head = jnp.broadcast_to(counts[:, None], (counts.shape[0], NUM_HEADS))
 
         def body(i: jax.Array, best: RunningTop16) -> RunningTop16:
-            first = jnp.minimum(i * step, limit - step)
+            first = jnp.minimum(i * step, columns - step)
             cols = first + jnp.arange(step, dtype=jnp.int32)
             return best.fold(
                 tile.scores(q, shard, block_table, cols),
@@ -116,6 +119,7 @@ def prefill_rows(
         empty = RunningTop16.empty(*per_head.shape)
         empty = RunningTop16(*(vary_as(x, carrier) for x in empty))
         last = cdiv(jnp.clip(jnp.where(tile.live, counts, 0).max(), 0, MAX_BLOCKS), scale)
+        last = jnp.minimum(last, columns)
         found = lax.fori_loop(0, cdiv(last, step), body, empty).rows().swapaxes(0, 1)
         start = start_at(0, tile.start, 0)
         old = lax.dynamic_slice(carrier, start, found.shape)
