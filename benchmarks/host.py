@@ -46,7 +46,6 @@ def measure() -> Iterator[tuple[str, str, Times]]:
 
     yield "torch-op", "torch", _torch_op(torch)
     ranks = _Ranks(torch, "direct")
-    ranks.connect()
     yield "decode-direct-eager", "mosaic", ranks.eager(fresh=False)
     yield "decode-direct-eager-fresh", "mosaic", ranks.eager(fresh=True)
     yield "decode-direct-graph", "mosaic", ranks.graph()
@@ -103,9 +102,16 @@ class _Ranks:
         self._lens = torch.full((REQUESTS,), CONTEXT, dtype=torch.int32, device=device)
         self._counts = torch.full_like(self._lens, CONTEXT // 128)
         self._steps = [self._step(plan) for plan in self._plans]
-        for plan, step in zip(self._plans, self._steps, strict=True):
+        if route == "direct":
+            self._connect()
+        for plan, step, comm in zip(self._plans, self._steps, self._comms, strict=True):
             plan.warmup(
-                step[1], table_width=self._table.shape[1], batch_sizes=[REQUESTS], prefill=False
+                step[1],
+                table_width=self._table.shape[1],
+                batch_sizes=[REQUESTS],
+                comm=comm,
+                tagged=True,
+                prefill=False,
             )
 
     def _small(self, rng: np.random.Generator, *shape: int) -> Any:
@@ -122,7 +128,7 @@ class _Ranks:
         )
         return [self._query, keys, self._table, self._lens, self._counts, scores, output]
 
-    def connect(self) -> None:
+    def _connect(self) -> None:
         """Gives every rank the addresses of all ranks' storage: the one-sided exchange."""
         addresses = [comm.tagged_recv.data_ptr() for comm in self._comms]
         for plan, comm in zip(self._plans, self._comms, strict=True):

@@ -160,6 +160,22 @@ def test_decode_again_is_found_and_new_tensors_are_not(launched, monkeypatch):
     assert len(checked) == 3
 
 
+@pytest.mark.parametrize(("world_size", "page_size"), [(2, 128), (4, 256)])
+def test_a_fused_decode_needs_no_scores(launched, world_size, page_size):
+    plan = prepare(world_size, page_size)
+    step, comm = decode_step(plan, random_decode(LENGTHS, 2, page_size)), plan.init_comm()
+    set_bases(plan, comm)
+    pool = torch.zeros(plan.decode_pool_shape(), dtype=torch.uint8)
+    arguments = {"comm": comm, "slot": 0, "tagged": True, "decode_query_len": 2}
+    plan.decode(*step._replace(scores=None), **arguments, pool=pool)
+    *fused, publish, merge = launched.kernels
+    inputs = [step.index_q, step.index_k, step.block_table, step.seq_lens]
+    assert fused[0][1:5] == [x.data_ptr() for x in inputs]
+    assert publish[1] in fused[-1][1:]
+    assert step.output.data_ptr() in merge
+    assert not pool.any()
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

@@ -231,12 +231,13 @@ class DirectRoute:
 
     def _prefill_launches(self, call: PrefillCall) -> Launches:
         carrier_tokens = call.carrier.shape[1]
-        select = (call.plane, call.num_valid_pages, call.carrier)
         if call.window_plan.num_segments == 0:
-            return [
-                (functools.partial(_clear, call), None, None),
-                *([] if call.fused else self._prefill_select(call).bind(select)),
-            ]
+            clear = (functools.partial(_clear, call), None, None)
+            if call.fused:
+                return [clear]
+            form = (self._facts(), call.tokens, carrier_tokens)
+            select = self._program(kernels.prefill_select, *form)
+            return [clear, *select.bind((call.plane, call.num_valid_pages, call.carrier))]
         base, row_offset = pages.base_of(call.index_k)
         shapes = kernels.Window(
             call.tokens,
@@ -245,18 +246,12 @@ class DirectRoute:
             tuple(base.shape),
             call.block_table.shape[1],
         )
-        facts = self._facts(row_offset)
-        inputs = (call.query, base, call.block_table, *_leaves(call.window_plan))
-        if call.fused:
-            rows_of = self._program(kernels.prefill_rows, facts, shapes, carrier_tokens)
-            return rows_of.bind((*inputs, call.num_valid_pages, call.carrier))
-        score = self._program(kernels.prefill_scores, facts, shapes)
-        return [*score.bind((*inputs, call.plane)), *self._prefill_select(call).bind(select)]
-
-    def _prefill_select(self, call: PrefillCall) -> Program:
-        return self._program(
-            kernels.prefill_select, self._facts(), call.tokens, call.carrier.shape[1]
+        local = self._program(
+            kernels.prefill_local, self._facts(row_offset), shapes, carrier_tokens, call.fused
         )
+        inputs = (call.query, base, call.block_table, *_leaves(call.window_plan))
+        plane = () if call.plane is None else (call.plane,)
+        return local.bind((*inputs, call.num_valid_pages, call.carrier, *plane))
 
     def prefill_merge(
         self, received: torch.Tensor, num_valid_pages: torch.Tensor, output: torch.Tensor
@@ -275,6 +270,7 @@ class DirectRoute:
         table_width: int | None,
         batch_sizes: Sequence[int] | None,
         query_lens: Sequence[int] | None,
+        forms: Mapping[bool, Sequence[bool]],
         prefill: bool,
     ) -> None:
         """See `MSAIcpIndexerPlan.warmup`."""
@@ -286,21 +282,28 @@ class DirectRoute:
         width = table_width_of(geometry, table_width)
         with self._stream.device(), direct.on_cpu():
             for requests, length in decode_shapes(geometry, batch_sizes, query_lens):
-                self._warm_decode(requests, length, index_k, width)
+                self._warm_decode(requests, length, index_k, width, forms)
             if prefill:
                 self._warm_prefill(index_k, width)
 
     def _warm_decode(
-        self, requests: int, query_len: int, index_k: torch.Tensor | None, width: int
+        self,
+        requests: int,
+        query_len: int,
+        index_k: torch.Tensor | None,
+        width: int,
+        forms: Mapping[bool, Sequence[bool]],
     ) -> None:
-        tokens, geometry = requests * query_len, self._plan.geometry
+        tokens = requests * query_len
         facts, form = self._facts(), (tokens, True)
-        for tagged in (False, True) if geometry.num_sparse_layers > 1 else (False,):
-            for spin_limit in (1, self._spin_limit):
+        for tagged, transports in forms.items():
+            for one_sided in transports:
+                spin_limit = self._spin_limit if one_sided else 1
                 self._program(kernels.merge_rows, facts, tokens, tagged, True, spin_limit)
-        self._program(kernels.publish_rows, facts, *form, self._spin_limit)
-        if geometry.num_sparse_layers > 1:
-            self._program(kernels.publish_tagged_rows, facts, *form)
+                if one_sided and tagged:
+                    self._program(kernels.publish_tagged_rows, facts, *form)
+                elif one_sided:
+                    self._program(kernels.publish_rows, facts, *form, self._spin_limit)
         self._warm_buffers(tokens)
         if index_k is None:
             return
@@ -331,11 +334,8 @@ class DirectRoute:
             return
         base, row_offset = pages.base_of(index_k)
         shapes = kernels.Window(tokens, geometry.max_num_seqs, tokens, tuple(base.shape), width)
-        if self._plan.fused_prefill:
-            self._program(kernels.prefill_rows, self._facts(row_offset), shapes, tokens)
-            return
-        self._program(kernels.prefill_scores, self._facts(row_offset), shapes)
-        self._program(kernels.prefill_select, facts, tokens, tokens)
+        fused = self._plan.fused_prefill
+        self._program(kernels.prefill_local, self._facts(row_offset), shapes, tokens, fused)
 
     # ---- programs and their memory ----
 

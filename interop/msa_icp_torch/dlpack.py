@@ -132,6 +132,7 @@ class DlpackRoute:
         table_width: int | None,
         batch_sizes: Sequence[int] | None,
         query_lens: Sequence[int] | None,
+        forms: Mapping[bool, Sequence[bool]],
         prefill: bool,
     ) -> None:
         """See `MSAIcpIndexerPlan.warmup`."""
@@ -148,7 +149,7 @@ class DlpackRoute:
                 shape,
                 table_width,
             )
-            programs_of.decode(batch_sizes, query_lens)
+            programs_of.decode(batch_sizes, query_lens, tuple(forms))
             if prefill:
                 programs_of.prefill()
 

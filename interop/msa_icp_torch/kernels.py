@@ -20,8 +20,6 @@ from msa_icp_jax import (
     MSAIcpScorePlan,
     msa_icp_decode_index_score_sharded,
     msa_icp_decode_score_publish,
-    msa_icp_index_score_sharded,
-    msa_icp_prefill_score_select,
     msa_icp_topk_select_prefill,
     msa_icp_topk_select_publish,
     rows,
@@ -314,31 +312,29 @@ class Window:
 
 
 @functools.cache
-def prefill_scores(facts: Facts, window: Window) -> Lowered:
-    """``(query, index_k, block_table, *window plan, score_scratch)``; the last is written."""
+def prefill_local(facts: Facts, window: Window, carrier_tokens: int, fused: bool) -> Lowered:
+    """``(query, index_k, block_table, *window plan, num_valid_pages, carrier[, score_scratch])``.
 
-    def run(*arrays: Any) -> Any:
-        *inputs, scores = arrays
-        return msa_icp_index_score_sharded(*inputs, max_score=scores, **_scorer_of_windows(facts))
+    The carrier and the scratch, which is left out when fused, are written.
+    """
 
-    return facts.lower(run, *window.arrays(facts.target), facts.plane(window.tokens))
+    def run(
+        query: Any, index_k: Any, table: Any, plan: Any, counts: Any, carrier: Any, *plane: Any
+    ) -> Any:
+        scratch = plane[0] if plane else None
+        return facts.plan.prefill_local(
+            query, index_k, table, plan, scratch, counts, carrier, fused=fused
+        )
 
-
-@functools.cache
-def prefill_rows(facts: Facts, window: Window, carrier_tokens: int) -> Lowered:
-    """``(query, index_k, block_table, *window plan, num_valid_pages, carrier)``, fused."""
-    options = {**facts.forced, **_scorer_of_windows(facts)}
-
-    def run(*arrays: Any) -> Any:
-        return msa_icp_prefill_score_select(*arrays, **options)
-
+    plane = [] if fused else [facts.plane(window.tokens)]
     carrier = _array(NUM_HEADS, carrier_tokens, rows.ROW_WORDS)
-    return facts.lower(run, *window.arrays(facts.target), _array(window.tokens), carrier)
+    arrays = window.arrays(facts.target)
+    return facts.lower(run, *arrays, _array(window.tokens), carrier, *plane)
 
 
 @functools.cache
 def prefill_select(facts: Facts, tokens: int, carrier_tokens: int) -> Lowered:
-    """``(score_scratch, num_valid_pages, carrier)``; the carrier is written."""
+    """``(score_scratch, num_valid_pages, carrier)``, of a window that has no segment."""
 
     def run(scores: Any, counts: Any, carrier: Any) -> Any:
         return msa_icp_topk_select_prefill(scores, counts, carrier, **facts.select)
@@ -352,15 +348,6 @@ def prefill_merge(facts: Facts, tokens: int, received_tokens: int) -> Lowered:
     """``(received, num_valid_pages, output)``; output is written."""
     arrays = (facts.received(received_tokens), _array(tokens), facts.output(tokens))
     return facts.lower(facts.plan.prefill_merge, *arrays)
-
-
-def _scorer_of_windows(facts: Facts) -> dict[str, Any]:
-    return {
-        "tp": facts.geometry.world_size,
-        "compact": facts.geometry.compact,
-        "enable_pdl": True,
-        **facts.scorer,
-    }
 
 
 def _array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:

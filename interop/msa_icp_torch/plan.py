@@ -394,6 +394,8 @@ class MSAIcpIndexerPlan:
         table_width: int | None = None,
         batch_sizes: Sequence[int] | None = None,
         query_lens: Sequence[int] | None = None,
+        comm: MSAIcpComm | None = None,
+        tagged: bool | None = None,
         prefill: bool = True,
     ) -> None:
         """Compiles and loads programs, so that no first call does; call it before serving.
@@ -408,6 +410,8 @@ class MSAIcpIndexerPlan:
           batch_sizes: request counts of decode; None: max_num_seqs, as far as max_decode_tokens
             allows.
           query_lens: decode query lengths; None: 1 and max_decode_query_len.
+          comm: compile for the transport that this storage selects alone; None: for every one.
+          tagged: compile for this form of decode rows alone; None: for both.
           prefill: compile for a full prefill window too.
 
         Raises:
@@ -418,7 +422,8 @@ class MSAIcpIndexerPlan:
         if index_k is not None:
             self._arguments.index_k(index_k)
         checks.flag("prefill", prefill)
-        self._route.warmup(index_k, table_width, batch_sizes, query_lens, prefill)
+        forms = self._forms(comm, tagged)
+        self._route.warmup(index_k, table_width, batch_sizes, query_lens, forms, prefill)
 
     def decode_score_shape(self) -> tuple[int, int, int]:
         """(max_decode_tokens, 4, columns): the decode score plane, float32."""
@@ -502,6 +507,17 @@ class MSAIcpIndexerPlan:
             enable_pdl,
             one_sided,
         )
+
+    def _forms(self, comm: Any, tagged: Any) -> dict[bool, tuple[bool, ...]]:
+        """The transports (one-sided or not) of each form (tagged or not) to compile for."""
+        if tagged is None:
+            forms = (False, True) if self.geometry.num_sparse_layers > 1 else (False,)
+        else:
+            self._arguments.tagged(tagged)
+            forms = (tagged,)
+        if comm is None:
+            return dict.fromkeys(forms, (False, True))
+        return {form: (self._transport(comm, form),) for form in forms}
 
     def _transport(self, comm: Any, tagged: bool) -> bool:
         """Whether a comm asks for the one-sided transport; checks it where it is new."""

@@ -67,12 +67,16 @@ class Warmup:
         self.table_width = table_width_of(geometry, table_width)
         self.index_k = None if index_k is None else self._array(*index_k, dtype=jnp.float8_e4m3fn)
 
-    def decode(self, batch_sizes: Sequence[int] | None, query_lens: Sequence[int] | None) -> None:
-        """Compiles decode, legacy and tagged, for these batches."""
-        limits = self.plan.geometry
-        for batch, length in decode_shapes(limits, batch_sizes, query_lens):
-            for tagged in (False, True) if limits.num_sparse_layers > 1 else (False,):
-                self._decode(batch, length, tagged)
+    def decode(
+        self,
+        batch_sizes: Sequence[int] | None,
+        query_lens: Sequence[int] | None,
+        forms: Sequence[bool],
+    ) -> None:
+        """Compiles decode for these batches; `forms` says whether of legacy or tagged rows."""
+        shapes = decode_shapes(self.plan.geometry, batch_sizes, query_lens)
+        for (batch, length), tagged in itertools.product(shapes, forms):
+            self._decode(batch, length, tagged)
 
     def prefill(self) -> None:
         """Compiles prefill for one full window."""

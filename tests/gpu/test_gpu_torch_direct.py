@@ -74,12 +74,13 @@ class OneSided:
         if (requests, query_len) in self._warm:
             return
         self._warm.add((requests, query_len))
-        for plan, step in zip(self.group.plans, steps, strict=True):
+        for plan, step, comm in zip(self.group.plans, steps, self.group.comms, strict=True):
             plan.warmup(
                 step.index_k,
                 table_width=width,
                 batch_sizes=[requests],
                 query_lens=[query_len],
+                comm=comm,
                 prefill=False,
             )
 
