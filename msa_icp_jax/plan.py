@@ -166,8 +166,8 @@ class MSAIcpIndexerPlan:
 
     @property
     def fused_prefill(self) -> bool:
-        """Whether prefill is faster fused, by measurement."""
-        return _FUSED_PREFILL[self.backend]
+        """Whether prefill is faster fused, by measurement; in exact precision it never is."""
+        return _FUSED_PREFILL[self.backend] and self.precision != "exact"
 
     def decode(
         self,
