@@ -18,11 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from msa_icp_jax.geometry import round_up
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, where
 from msa_icp_jax.ops._mosaic.launch import CTA
@@ -48,6 +50,10 @@ class Batch:
     requests: int
     page_size: int
     columns: int
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory of a CTA: the lengths."""
+        return {"kept_lengths": plgpu.SMEM((round_up(self.requests, 4 * WARP),), jnp.int32)}
 
     def pages(self, length: Any) -> Any:
         """Pages of a request of `length` tokens (a traced scalar or array)."""
@@ -110,6 +116,14 @@ def read_lengths(lengths: Any, batch: Batch, interpret: bool) -> list[jax.Array]
     return [lengths[...]] if interpret else _read_lengths_inline(lengths, batch)
 
 
+def keep_lengths(kept: Any, values: list[jax.Array], batch: Batch, interpret: bool) -> None:
+    """Keeps what `read_lengths` returned in shared memory; a barrier has to follow."""
+    if interpret:
+        kept[pl.ds(0, batch.requests)] = values[0]
+    else:
+        _keep_lengths_inline(kept, values)
+
+
 def find_share(values: list[jax.Array], batch: Batch, grid: Grid, interpret: bool) -> Share:
     """This CTA's share.
 
@@ -165,6 +179,19 @@ def _read_lengths_inline(lengths: Any, batch: Batch) -> list[jax.Array]:
         return tuple(values)
 
     return list(read(lengths))
+
+
+def _keep_lengths_inline(kept: Any, values: list[jax.Array]) -> None:
+    """Every warp has all of them: warp w stores array w, w + 4 and so on."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[PER_THREAD] * len(values)))
+    def keep(_: Any, kept: Any, *values: Any) -> None:
+        warp, lane = lanes.thread() >> 5, lanes.thread() & (WARP - 1)
+        for i, value in enumerate(values):
+            with lanes.when(warp.eq(i % 4)):
+                (Words.of(kept) + (i * WARP + lane)).store(of_thread(value))
+
+    keep(kept, *values)
 
 
 def _find_share_inline(lengths: list[jax.Array], batch: Batch, grid: Grid) -> Share:

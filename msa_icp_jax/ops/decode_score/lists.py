@@ -126,12 +126,13 @@ class Lists:
 
 def scratch(rows: int, interpret: bool) -> dict[str, Any]:
     """Shared memory of a CTA: the lists of `rows` query rows, their state, the visible blocks."""
-    best = (2, rows, TOPK) if interpret else (rows * LIST_WORDS,)
-    return {
-        "best": plgpu.SMEM(best, jnp.int32),
-        "held": plgpu.SMEM((rows * 2,), jnp.int32),
-        "visible": plgpu.SMEM((8,), jnp.int32),
-    }
+    if interpret:
+        return {
+            "best": plgpu.SMEM((2, rows, TOPK), jnp.int32),
+            "visible": plgpu.SMEM((8,), jnp.int32),
+        }
+    # One array: each takes a kibibyte at least, and five CTAs have to fit.
+    return {"best": plgpu.SMEM((rows * (LIST_WORDS + 2) + 8,), jnp.int32)}
 
 
 def start(scratch: dict[str, Any], lists: Lists, interpret: bool) -> None:
@@ -148,11 +149,22 @@ def _empty_stock(scratch: dict[str, Any]) -> None:
 
 def _empty_inline(scratch: dict[str, Any], lists: Lists) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def empty(_: Any, held: Any) -> None:
+    def empty(_: Any, best: Any) -> None:
         with when(lanes.thread() < lists.rows):
-            (Words.of(held) + lanes.thread() * 2).store_vector([int32(0), int32(_LOWEST_KEY)])
+            state = _states(best, lists) + lanes.thread() * 2
+            state.store_vector([int32(0), int32(_LOWEST_KEY)])
 
-    empty(scratch["held"])
+    empty(scratch["best"])
+
+
+def _states(best: Any, lists: Lists) -> Words:
+    """(entries held, key to exceed) of each list."""
+    return Words.of(best) + lists.rows * LIST_WORDS
+
+
+def _visible(best: Any, lists: Lists) -> Words:
+    """Visible blocks of each token."""
+    return _states(best, lists) + lists.rows * 2
 
 
 def read_counts(counts: Any, request: Any, lists: Lists, interpret: bool) -> jax.Array:
@@ -184,11 +196,11 @@ def keep_counts(scratch: dict[str, Any], found: jax.Array, lists: Lists, interpr
 
 def _keep_counts_inline(scratch: dict[str, Any], found: jax.Array, lists: Lists) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD))
-    def keep(_: Any, visible: Any, found: Any) -> None:
+    def keep(_: Any, best: Any, found: Any) -> None:
         with when(lanes.thread() < lists.tokens):
-            (Words.of(visible) + lanes.thread()).store(of_thread(found))
+            (_visible(best, lists) + lanes.thread()).store(of_thread(found))
 
-    keep(scratch["visible"], found)
+    keep(scratch["best"], found)
 
 
 def fold(
@@ -279,15 +291,15 @@ def _fold_inline(
     rank: Any,
     lists: Lists,
 ) -> None:
-    names = ("found", "best", "held", "visible")
-    refs = [*(scratch[name] for name in names), *memory]
+    refs = [scratch["best"], scratch["found"], *memory]
     scalars = [share.request, share.first, steps, ends.astype(jnp.int32), rank, lax.axis_index(CTA)]
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *[_SCALAR] * len(scalars)))
     def fold(_: Any, *arguments: Any) -> None:
+        kept = (_states(arguments[0], lists), _visible(arguments[0], lists))
         words: list[Any] = [Words.of(ref) for ref in arguments[: len(refs)]]
         numbers: list[Any] = [lanes.scalar(x) for x in arguments[len(refs) :]]
-        piece = _Piece(lists, *words, *numbers)
+        piece = _Piece(lists, *kept, *words, *numbers)
 
         def one_token(token: Lane) -> list[Lane]:
             piece.fold(token)
@@ -303,10 +315,10 @@ class _Piece:
     """One thread's view of a segment and its lists; a warp has the rows of one head."""
 
     lists: Lists
-    found: Words
-    best: Words
     held: Words
     visible: Words
+    best: Words
+    found: Words
     scores: Words
     columns: Words
     forced: Words

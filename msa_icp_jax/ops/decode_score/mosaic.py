@@ -49,6 +49,7 @@ from msa_icp_jax.ops._mosaic.work_balance import (
     Grid,
     Share,
     find_share,
+    keep_lengths,
     load_fresh,
     read_lengths,
 )
@@ -111,7 +112,7 @@ def decode_scores(
     batch = Batch(requests, page_size, columns)
     ring = PageRing(batch, width, pages, pitch, row_offset, rows, _STAGES[rows], target.interpret)
     scorer = Scorer(ring, decode_query_len, world_size)
-    scratch = {**ring.scratch(), **scorer.scratch()}
+    scratch = {**ring.scratch(), **scorer.scratch(), **batch.scratch()}
     grid = _grid(batch, scratch, target)
     scores = writable(score_out)
     launch(
@@ -189,6 +190,7 @@ def decode_rows(
     scratch = {
         **ring.scratch(),
         **scorer.scratch(),
+        **batch.scratch(),
         **lists_of.scratch(scorer.query_rows, target.interpret),
     }
     lists = Lists(
@@ -409,7 +411,7 @@ def _kernel(
     ring.start(scratch["arrived"])
     start = _start_dependent if pdl else _start
     state, this_rank = start(query, keys, table, lengths, rank, scratch, scorer, grid)
-    plgpu.commit_smem()  # the first page ids and queries are there
+    plgpu.commit_smem()  # the lengths, the first page ids and queries are there
 
     def more(state: _State) -> Any:
         return state.share.steps > 0
@@ -423,7 +425,7 @@ def _kernel(
             def _(number: int = number) -> None:
                 ring.copy(keys, scratch, done + number)
 
-        following = _after(share, steps, lengths, ring.batch)
+        following = _after(share, steps, scratch["kept_lengths"], ring.batch)
 
         @pl.when(share.request != request)
         def _() -> None:
@@ -509,6 +511,7 @@ def _start(
     del keys
     ring = scorer.ring
     values = read_lengths(lengths, ring.batch, ring.interpret)
+    keep_lengths(scratch["kept_lengths"], values, ring.batch, ring.interpret)
     share = find_share(values, ring.batch, grid, ring.interpret)
     _keep_first(query, table, scratch, share, scorer)
     return _State(share, jnp.int32(0), jnp.int32(0), share.request), rank[0]
@@ -565,6 +568,7 @@ def _start_dependent(
     words = scorer.read_queries(query, guess.request)
     this_rank = rank[0]
     copied = ring.copy_first(keys, scratch, first, copied)
+    keep_lengths(scratch["kept_lengths"], values, ring.batch, ring.interpret)
     share = find_share(values, ring.batch, grid, ring.interpret)
     ring.keep_ids(scratch["page_ids"], ids, jnp.int32(0))
     scorer.keep_queries(scratch["queries"], words)
