@@ -323,8 +323,28 @@ def _us(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
+def host() -> str:
+    """docs/torch.md: what a torch decode costs the host."""
+    figures = Figures(RESULTS)
+    rows = [row for row in figures.rows if row["stage"] == "host"]
+    yardstick = figures.row("torch-op", "host", "torch", "exact")
+    if yardstick is None:
+        return "\nNo figures yet: `python -m benchmarks record` takes them on a Hopper GPU.\n\n"
+    lines = [
+        (
+            row["case"],
+            figures.with_spread(*results.key_of(row)),
+            f"{row['median_us'] / yardstick['median_us']:.1f}",
+        )
+        for row in rows
+    ]
+    table = _table(("case", "microseconds of the host", "times a torch op"), lines)
+    return f"\n{_where(rows)}\n\n{table}\n\n"
+
+
 PARTS: dict[tuple[Path, str], Callable[[], str]] = {
     (ROOT / "README.md", "performance"): performance,
     (ROOT / "docs" / "scaling.md", "sweep"): scaling,
+    (ROOT / "docs" / "torch.md", "host"): host,
     (ROOT / "docs" / "scaling.md", "exchange"): exchange,
 }
