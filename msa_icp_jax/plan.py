@@ -41,7 +41,7 @@ from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, TOPK, IndexerGeometry, che
 from msa_icp_jax.ops.decode_score import (
     msa_icp_decode_index_score_sharded,
     msa_icp_decode_pool_bytes,
-    msa_icp_decode_score_publish,
+    score_publish,
 )
 from msa_icp_jax.ops.index_cache import check_index_k
 from msa_icp_jax.ops.merge import msa_icp_merge_candidates
@@ -720,9 +720,10 @@ class MSAIcpIndexerPlan:
         **counters: Any,
     ) -> tuple[MSAIcpRows, jax.Array | None]:
         geometry = self.geometry
-        message = msa_icp_decode_score_publish(
+        message = score_publish(
             *inputs,
             num_valid_pages,
+            columns=geometry.score_columns,
             rank=self._rank(),
             world_size=geometry.world_size,
             page_size=geometry.page_size,

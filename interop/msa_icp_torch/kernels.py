@@ -19,7 +19,6 @@ from msa_icp_jax import (
     MSAIcpIndexerPlan,
     MSAIcpScorePlan,
     msa_icp_decode_index_score_sharded,
-    msa_icp_decode_score_publish,
     msa_icp_topk_select_prefill,
     msa_icp_topk_select_publish,
     rows,
@@ -28,6 +27,7 @@ from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, NUM_SLOTS, TOPK
 from msa_icp_jax.ops._mosaic import direct
 from msa_icp_jax.ops._mosaic.direct import Lowered
 from msa_icp_jax.ops._mosaic.launch import Target, building_for
+from msa_icp_jax.ops.decode_score import score_publish
 from msa_icp_jax.ops.merge import mosaic as merge
 from msa_icp_jax.ops.prefill_plan.balance import prefill_work
 from msa_icp_jax.ops.publish import mosaic as publish
@@ -178,10 +178,11 @@ def decode_scores(facts: Facts, batch: Batch, pdl: bool) -> Lowered:
 @functools.cache
 def decode_rows(facts: Facts, batch: Batch, pdl: bool) -> Lowered:
     """``(index_q, index_k, block_table, seq_lens, num_valid_pages)`` to rows, fused."""
-    options = {**facts.forced, **batch.options(facts, pdl)}
+    columns = facts.geometry.score_columns
+    options = {"columns": columns, **facts.forced, **batch.options(facts, pdl)}
 
     def run(*arrays: Any) -> Any:
-        return msa_icp_decode_score_publish(*arrays, **options).rows
+        return score_publish(*arrays, **options).rows
 
     return facts.lower(run, *batch.arrays, _array(batch.tokens))
 

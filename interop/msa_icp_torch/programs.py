@@ -16,11 +16,11 @@ from msa_icp_jax import (
     MSAIcpIndexerPlan,
     MSAIcpScorePlan,
     msa_icp_decode_index_score_sharded,
-    msa_icp_decode_score_publish,
     msa_icp_merge_candidates,
     msa_icp_topk_select_publish,
 )
 from msa_icp_jax.comm import mark_slot, store_legacy, store_tagged
+from msa_icp_jax.ops.decode_score import score_publish
 
 
 @functools.cache
@@ -52,12 +52,13 @@ def decode_rows(
         inputs: Any, num_valid_pages: Any, slot: Any, scores: Any, generations: Any
     ) -> Any:
         index_q, index_k, block_table, seq_lens = inputs
-        message = msa_icp_decode_score_publish(
+        message = score_publish(
             index_q,
             index_k,
             block_table,
             seq_lens,
             num_valid_pages,
+            columns=geometry.score_columns,
             generations=generations,
             slot=slot,
             **shard,

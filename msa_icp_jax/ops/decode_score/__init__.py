@@ -187,12 +187,12 @@ def score_publish(
     decode_query_len: int,
     force_begin_blocks: int,
     force_end_blocks: int,
-    generations: jax.Array | None,
-    slot: int | jax.Array,
     enable_pdl: bool,
     backend: str,
     precision: str,
     row_offset: int,
+    generations: jax.Array | None = None,
+    slot: int | jax.Array = 0,
 ) -> MSAIcpRows:
     """`msa_icp_decode_score_publish` with the candidates of a score plane of `columns` columns.
 
