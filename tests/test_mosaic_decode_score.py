@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import inputs
 import jax
 import jax.numpy as jnp
+import lane_simulator
 import numpy as np
 import oracle
 import pytest
 import race_free
+from lane_simulator import Lane
 
 from msa_icp_jax.ops._mosaic import mma, work_balance
 from msa_icp_jax.ops._mosaic.launch import Target, ctas_per_sm
@@ -245,3 +248,44 @@ def _grid(requests: int, columns: int) -> Grid:
     ring = mma.PageRing(batch, 1024, 1000, 32, 0, 32, stages=2, interpret=False)
     scratch = {**ring.scratch(), **mma.Scorer(ring, tokens=1, world_size=4).scratch()}
     return mosaic._grid(batch, scratch, Target(sms=132))
+
+
+def test_shares_name_requests_of_the_batch(monkeypatch):
+    """The machine's way to a share is the stock one; a CTA without work stays in the batch too."""
+    lanes = SimpleNamespace(
+        minimum=lane_simulator._minimum,
+        maximum=lane_simulator._maximum,
+        popcount=lambda x: x,
+        warp_ballot=lambda x: lane_simulator._per_warp(x.to_i32(), np.sum),
+        warp_from=_from_lane,
+        warp_prefix_sums=lambda xs, _: [Lane(np.tile(np.cumsum(x.value[:32]), 4)) for x in xs],
+    )
+    monkeypatch.setattr(work_balance, "lanes", lanes)
+    monkeypatch.setattr(work_balance, "where", lane_simulator._where)
+    monkeypatch.setattr(work_balance, "int32", lambda x: Lane(np.int32(x)))
+    monkeypatch.setattr(work_balance, "of_lane", _from_lane)
+    monkeypatch.setattr(work_balance, "divide", lambda a, b: a._with(b, np.floor_divide))
+    rng = np.random.default_rng(3)
+    lane = Lane(np.tile(np.arange(32, dtype=np.int32), 4))
+    for requests in (1, 2, 31, 32, 33, 64, 100):
+        batch = Batch(requests, 128, 64)
+        for grid in (Grid(5, 0), Grid(40, 0), Grid(3, 3)):
+            lengths = rng.integers(-500, 9000, requests).astype(np.int32)
+            lengths[rng.random(requests) < 0.4] = 0
+            padded = np.zeros(-(-requests // 32) * 32, np.int32)
+            padded[:requests] = lengths
+            values = [Lane(np.tile(x, 4)) for x in padded.reshape(-1, 32)]
+            for cta in range(grid.ctas):
+                found = work_balance.share_in_lanes(values, Lane(np.int32(cta)), lane, batch, grid)
+                request, length, first, steps = (int(x.value[0]) for x in found)
+                monkeypatch.setattr(work_balance.lax, "axis_index", lambda _, cta=cta: cta)
+                want = work_balance._find_share_stock([jnp.asarray(lengths)], batch, grid)
+                assert 0 <= request < requests and length == lengths[request]
+                assert steps == int(want.steps)
+                if steps:
+                    assert (request, first) == (int(want.request), int(want.first))
+
+
+def _from_lane(x: Lane, lane: Lane | int) -> Lane:
+    at = lane.value[:32] if isinstance(lane, Lane) else np.full(32, lane)
+    return Lane(np.tile(x.value[:32][at], 4))

@@ -96,7 +96,8 @@ class Grid:
 class Share(NamedTuple):
     """A CTA's part: `steps` steps from step `first` of `request` on, running into later requests.
 
-    `length` is the length of `request`. With no steps the other fields mean nothing.
+    `length` is the length of `request`, which is always one of the batch. With no steps the other
+    fields mean nothing.
     """
 
     request: Any
@@ -202,21 +203,31 @@ def _find_share_inline(lengths: list[jax.Array], batch: Batch, grid: Grid) -> Sh
         return_type=(scalar, scalar, scalar, scalar),
     )
     def find(_: Any, cta: Any, *lengths: Any) -> Any:
-        cta = lanes.scalar(cta)
         lane = lanes.thread() & (WARP - 1)
-        values = [of_thread(x) for x in lengths]
-        ends, total = step_ends(values, batch, lane)
-        start, steps = _part_inline(total, cta, grid)
-        request, before, length = int32(0), int32(0), int32(0)
-        for end in ends:
-            passed = lanes.popcount(lanes.warp_ballot(end <= start))
-            request += passed
-            before = where(passed > 0, of_lane(end, (passed - 1) & 31), before)
-        for chunk, value in enumerate(values):
-            length = where((request >> 5).eq(chunk), of_lane(value, request & 31), length)
-        return tuple(_scalar_result(x) for x in (request, length, start - before, steps))
+        share = share_in_lanes(
+            [of_thread(x) for x in lengths], lanes.scalar(cta), lane, batch, grid
+        )
+        return tuple(_scalar_result(x) for x in share)
 
     return Share(*find(lax.axis_index(CTA), *lengths))
+
+
+def share_in_lanes(
+    values: list[Lane], cta: Lane, lane: Lane, batch: Batch, grid: Grid
+) -> tuple[Lane, Lane, Lane, Lane]:
+    """The fields of a CTA's `Share`, from lengths of requests (32 i + lane)."""
+    ends, total = step_ends(values, batch, lane)
+    start, steps = _part_inline(total, cta, grid)
+    request, before, length = int32(0), int32(0), int32(0)
+    for end in ends:
+        passed = lanes.popcount(lanes.warp_ballot(end <= start))
+        request = request + passed
+        before = where(passed > 0, of_lane(end, (passed - 1) & 31), before)
+    # Without steps all ends are passed, those of the lanes behind the last request too.
+    request = lanes.minimum(request, batch.requests - 1)
+    for chunk, value in enumerate(values):
+        length = where((request >> 5).eq(chunk), of_lane(value, request & 31), length)
+    return request, length, start - before, steps
 
 
 def step_ends(values: list[Lane], batch: Batch, lane: Lane) -> tuple[list[Lane], Lane]:
