@@ -24,8 +24,8 @@ from msa_icp_jax.checks import AtLeast
 
 T = TypeVar("T")
 
-# What XLA asks of an argument's address, in bytes.
-_ALIGNMENT = {"cpu": 64, "cuda": 16}
+# What JAX asks of an argument's address, in bytes: XLA on a CPU, Mosaic kernels on a GPU.
+_ALIGNMENT = {"cpu": 64, "cuda": 256}
 _JAX_DTYPES = {
     torch.int32: np.dtype(np.int32),
     torch.float32: np.dtype(np.float32),
@@ -140,7 +140,7 @@ class Bridge:
     def fresh(self, tensor: torch.Tensor) -> jax.Array:
         """Imports a contiguous tensor, behind the current stream's work.
 
-        A tensor whose address XLA cannot take is copied first.
+        A tensor whose address JAX cannot take is copied first.
         """
         if tensor.numel() == 0:  # DLPack loses memory on these
             empty = np.zeros(tuple(tensor.shape), _JAX_DTYPES[tensor.dtype])
@@ -189,7 +189,7 @@ class Bridge:
             )
 
     def aligned(self, tensor: torch.Tensor) -> bool:
-        """Whether XLA takes the tensor's address."""
+        """Whether JAX takes the tensor's address."""
         return tensor.data_ptr() % _ALIGNMENT[self.device.type] == 0
 
     def deliver(self, results: Mapping[str, tuple[torch.Tensor, jax.Array]]) -> None:

@@ -168,10 +168,30 @@ def test_an_unaligned_output_is_refused(self_exchange):
     step, comm = decode_step(plan, random_decode([300], 1, 128)), plan.init_comm()
     memory = torch.zeros(step.output.numel() + 1, dtype=torch.int32, device="cuda")
     output = memory[1:].view(step.output.shape)
-    with pytest.raises(ValueError, match="output must start at a multiple of 16 bytes"):
+    with pytest.raises(ValueError, match="output must start at a multiple of 256 bytes"):
         plan.decode(
             *step._replace(output=output), comm=comm, slot=0, tagged=False, decode_query_len=1
         )
+
+
+@pytest.mark.parametrize("skip", [16, 64, 128])
+def test_inputs_may_start_anywhere(self_exchange, skip):
+    """Views into larger buffers, as a server slices them out of one allocation."""
+    plan = prepare()
+    case = random_decode([300, 0, 2000], 1, 128)
+    steps = [decode_step(plan, case) for _ in range(2)]
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        memory = torch.zeros(tensor.nbytes + skip, dtype=torch.uint8, device="cuda")
+        there = memory[skip:].view(tensor.dtype).view(tensor.shape)
+        return there.copy_(tensor)
+
+    names = ("index_q", "block_table", "seq_lens", "num_valid_pages")
+    steps[1] = steps[1]._replace(**{name: moved(getattr(steps[1], name)) for name in names})
+    for step in steps:
+        plan.decode(*step, comm=plan.init_comm(), slot=0, tagged=False, decode_query_len=1)
+    assert torch.equal(steps[0].output, steps[1].output)
+    assert torch.equal(steps[0].scores.view(torch.int32), steps[1].scores.view(torch.int32))
 
 
 def test_capture_is_refused(self_exchange):
