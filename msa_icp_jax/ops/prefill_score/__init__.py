@@ -260,9 +260,11 @@ def select_columns(
 def msa_icp_prefill_pool_bytes(
     *, total_q: int, batch: int, device: jax.Device | None = None, num_heads: int = NUM_HEADS
 ) -> int:
-    """Bytes of the running Top16 lists that the fused prefill keeps.
+    """Bytes of one Top16 list for every query token and head, which a fused prefill needs at least.
 
-    A (score, id) pair of int32 words for 16 candidates of every query token and head.
+    A list is a (score, id) pair of int32 words for each of 16 candidates. The Mosaic kernels keep
+    longer ones in temporary memory of their own: about 145 KiB for each 64 query tokens, for each
+    segment and for each SM, some 36 MiB for a window of 8,192 tokens on an H200.
 
     Args:
       total_q: query tokens of the window, >= 0.
