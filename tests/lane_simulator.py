@@ -64,7 +64,9 @@ class Words:
         return Words(memory)
 
     def __add__(self, words: Any) -> Words:
-        return Words(self.memory, self.at + (words.value if isinstance(words, Lane) else words))
+        return type(self)(
+            self.memory, self.at + (words.value if isinstance(words, Lane) else words)
+        )
 
     def load(self, of: type = np.int32) -> Lane:
         inside = np.where(_masks[-1], self.at, 0)

@@ -286,6 +286,30 @@ def test_shares_name_requests_of_the_batch(monkeypatch):
                     assert (request, first) == (int(want.request), int(want.first))
 
 
+def test_scores_far_in_a_plane_are_addressed_in_64_bits(monkeypatch):
+    stored = []
+
+    class Place(lane_simulator.Words):
+        load_vector = lambda self, of, count: (Lane(np.float32(0)),) * count  # noqa: E731
+        store_vector = lambda self, values: stored.append(self.at)  # noqa: E731
+
+    lane_simulator.simulate(monkeypatch, mosaic)
+    monkeypatch.setattr(mosaic, "Words", SimpleNamespace(of=lambda _: Place(np.empty(0))))
+    mosaic.lanes.thread = lambda: Lane(np.arange(128, dtype=np.int32))
+    mosaic.lanes.scalar = lambda x: Lane(np.int32(x))
+    inline = lambda **_: lambda piece: functools.partial(piece, None)  # noqa: E731
+    monkeypatch.setattr(mosaic.plgpu, "inline_mgpu", inline)
+    scorer = SimpleNamespace(
+        ring=SimpleNamespace(batch=Batch(70_000, 128, 8192)), query_rows=8, tokens=2
+    )
+    mosaic._write_scores_inline(None, None, 69_999, 128, 32, scorer)
+    warp, lane = np.divmod(np.arange(128), 32)
+    for token, at in enumerate(stored):
+        row = 69_999 * 8 + token * 4 + warp
+        np.testing.assert_array_equal(at, row * 8192 + 128 + 4 * lane)
+    assert len(stored) == 2
+
+
 def _from_lane(x: Lane, lane: Lane | int) -> Lane:
     at = lane.value[:32] if isinstance(lane, Lane) else np.full(32, lane)
     return Lane(np.tile(x.value[:32][at], 4))

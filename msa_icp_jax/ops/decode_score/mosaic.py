@@ -632,7 +632,7 @@ def _write_scores_inline(
         row = lanes.scalar(request) * scorer.query_rows + head
         at = lane * STEP_PAGES
         source = Words.of(found) + (head * SEGMENT_PAGES + at)
-        goal = Words.of(scores) + (row * columns + lanes.scalar(column) + at)
+        goal = Words.of(scores) + row.to_i64() * columns + (lanes.scalar(column) + at)
         with when(lane < lanes.scalar(steps)):
             for token in range(scorer.tokens):
                 values = (source + token * NUM_HEADS * SEGMENT_PAGES).load_vector(lanes.f32(), 4)
