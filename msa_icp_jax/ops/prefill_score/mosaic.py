@@ -958,7 +958,8 @@ class _RowSink:
         def one_piece(index: Any, done: Any) -> Any:
             piece = self.work.piece(index, steps)
 
-            @pl.when(piece.begin < piece.end)
+            # A part without steps ends as well (all its columns may be missing): its tile waits.
+            @pl.when(piece.parts > 0)
             def _() -> None:
                 self._select_piece(piece, half, index, done, steps)
 
