@@ -17,7 +17,8 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from msa_icp_jax.ops._mosaic.launch import Target
-from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
+from msa_icp_jax.ops.prefill_plan import MAX_TOKENS, MSAIcpScorePlan, balance
+from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan as host_plan
 from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan_device as device_plan
 from msa_icp_jax.ops.prefill_score import mosaic
 
@@ -228,6 +229,31 @@ def test_rows_are_the_selection_of_the_scores(shard, pitch, begin, end, ctas, pr
     assert (actual[:, window.tokens :] == 77).all()
 
 
+def test_parts_past_the_last_column_end_too(monkeypatch):
+    """A tile's rows wait for all its parts, those that have no column to score among them."""
+    window, ctas, columns = LONG_WINDOW, 9, 8
+    work = window.plan(ctas).work
+    steps = mosaic._Steps(4, 128, 0, window.tokens, columns)
+    ended = np.zeros(work.tiles.shape[0], int)
+    empty = 0
+
+    def end(sink: Any, piece: Any, half: Any, index: Any, done: Any, steps: Any) -> None:
+        nonlocal empty
+        ended[sink.work.first + index] += 1
+        empty += piece.begin >= piece.end
+
+    monkeypatch.setattr(mosaic._RowSink, "_select_piece", end)
+    monkeypatch.setattr(mosaic._RowSink, "_write_unscored", lambda *_: None)
+    with jax.disable_jit():
+        for row in range(ctas):
+            monkeypatch.setattr(mosaic.lax, "axis_index", lambda _, row=row: row)
+            sink = object.__new__(mosaic._RowSink)
+            sink.work = mosaic._Range.load(work.ranges, work.tiles)
+            sink.select(0, steps)
+    assert empty
+    np.testing.assert_array_equal(ended, np.asarray(work.tiles)[:, balance.PARTS])
+
+
 # ---- the work list ----
 
 
@@ -305,3 +331,27 @@ def test_a_ragged_window_is_shared_evenly():
     parts = parts_of(balance.prefill_work(window.plan(), 132))
     load = np.bincount([cta for cta, _ in parts.values()], minlength=132)
     assert load.max() <= 1.03 * load.mean()
+
+
+def test_overlapping_segments_name_no_tile_past_the_list():
+    """Prefix sums are device data: these segments need far more tiles than a window can have."""
+    segments, tokens = 11, 704
+    starts = jnp.zeros(segments + 1, jnp.int32).at[-2].set(640)
+    lens = jnp.full(segments, 640, jnp.int32).at[-1].set(64)
+    plan = device_plan(
+        lens, lens, starts, starts, 0 * lens, 4, total_q=tokens, max_query_len=640, max_seq_len=640
+    )
+    work = balance.prefill_work(plan, 7)
+    tile_of = np.asarray(work.tile_of)
+    assert tile_of[0] == 0 and tile_of.min() == -1 and tile_of.max() < work.tiles.shape[0]
+
+
+def test_positions_past_every_plane_cost_nothing():
+    """Their number would pass 2^31: sums of costs, and of a step and a position."""
+    window = Window([8192], [2**31 - 1 - 8192], [2**31 - 1])
+    plan = host_plan(window.qo_lens, window.kv_lens, 4, qo_offset=window.qo_offset)
+    work = balance.prefill_work(plan, 132)
+    scored = np.asarray(work.tiles)[:128, balance.SCORED]
+    assert (scored == MAX_TOKENS).all()
+    units = MAX_TOKENS // balance.UNIT_POSITIONS
+    assert set(parts_of(work)) == {(i, u) for i in range(128) for u in range(units)}

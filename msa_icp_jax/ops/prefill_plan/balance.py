@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from msa_icp_jax.geometry import HEAD_DIM, cdiv
-from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan
+from msa_icp_jax.ops.prefill_plan import MAX_TOKENS, MSAIcpScorePlan
 
 TILE_TOKENS = 64
 COUNTERS = 8  # of a tile: its rows are joined by eighths, a warp's rows each
@@ -34,7 +34,7 @@ END_ROW = 2
 SEGMENT = 3  # row of the block table
 POSITION = 4  # position of the first of the 64 rows, were it in the segment; may be negative
 KEYS = 5  # keys of the segment
-SCORED = 6  # positions that the tile's last token sees
+SCORED = 6  # positions that the tile's last token sees, up to where no plane has a column
 FIRST_SLOT = 7  # slot of the tile's first part
 PARTS = 8  # CTAs that share the tile
 TILE_FIELDS = 9
@@ -87,7 +87,7 @@ def prefill_work(plan: MSAIcpScorePlan, ctas: int) -> PrefillWork:
     return PrefillWork(
         ranges=jnp.concatenate([ranges, tiles[ranges[:, RANGE_TILE]]], axis=1),
         tiles=tiles,
-        tile_of=_tile_of_rows(plan, first, running),
+        tile_of=_tile_of_rows(plan, first, running, tiles.shape[0]),
         hidden=jnp.full((HEAD_DIM, HEAD_DIM), jnp.nan, jnp.float8_e4m3fn),
         counters=jnp.zeros((tiles.shape[0], COUNTERS), jnp.int32),
     )
@@ -118,7 +118,7 @@ def _tiles(plan: MSAIcpScorePlan, first: jax.Array, running: jax.Array) -> jax.A
         SEGMENT: segment,
         POSITION: position,
         KEYS: keys,
-        SCORED: jnp.clip(position + end - tile * TILE_TOKENS, 0, keys),
+        SCORED: jnp.clip(position + end - tile * TILE_TOKENS, 0, jnp.minimum(keys, MAX_TOKENS)),
     }
     table = jnp.stack([fields[i] for i in range(FIRST_SLOT)], axis=1)
     return jnp.where((index < running[-1])[:, None], table, 0)
@@ -164,14 +164,21 @@ def _equal_ranges(units: jax.Array, ctas: int) -> tuple[jax.Array, jax.Array]:
     return ranges, jnp.stack([slot, jnp.where(units > 0, closer - opener + 1, 0)], axis=1)
 
 
-def _tile_of_rows(plan: MSAIcpScorePlan, first: jax.Array, running: jax.Array) -> jax.Array:
-    """The tile of each query row, -1 for rows of no segment."""
+def _tile_of_rows(
+    plan: MSAIcpScorePlan, first: jax.Array, running: jax.Array, tiles: int
+) -> jax.Array:
+    """The tile of each query row, -1 for rows of no segment.
+
+    Segments that overlap (starts are device data) may need more `tiles` than there are: their rows
+    past the last one belong to no segment, too.
+    """
     row = jnp.arange(max(plan.total_q, 1), dtype=jnp.int32)
     ends = plan.qo_starts + plan.qo_lens
     segment = _segment_of(ends, row)
     before = jnp.where(segment > 0, running[segment - 1], 0)
+    tile = before + row // TILE_TOKENS - first[segment]
     inside = (row >= plan.qo_starts[segment]) & (row < ends[segment])
-    return jnp.where(inside, before + row // TILE_TOKENS - first[segment], -1)
+    return jnp.where(inside & (tile < tiles), tile, -1)
 
 
 def _segment_of(ends: jax.Array, index: jax.Array) -> jax.Array:
