@@ -18,6 +18,7 @@ from serve.cli import MAX_RANKS, main
 
 if __name__ == "__main__":
     # As many CPU devices as ranks, unless the caller has chosen; no effect on GPUs.
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if not chosen and "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", MAX_RANKS)
     sys.exit(main())

@@ -27,6 +27,10 @@ BACKENDS = {"cpu": "xla", "cuda": "mosaic"}  # by platform
 RUN = "run.npz"  # inputs and outputs of one call, to compare a loaded step with
 
 
+class Unloadable(RuntimeError):
+    """There is no saved step here that this process could run."""
+
+
 def save(config: Config, params: Params, mesh: Mesh | None, folder: Path) -> dict[str, Any]:
     """Exports the decode step for each platform; runs this machine's once, for `load` to compare.
 
@@ -47,15 +51,26 @@ def save(config: Config, params: Params, mesh: Mesh | None, folder: Path) -> dic
             leaves = {f"in{i}": to_host(x) for i, x in enumerate(jax.tree.leaves(arguments))}
             outputs = jax.tree.leaves(programs.step(*arguments))
             leaves |= {f"out{i}": to_host(x) for i, x in enumerate(outputs)}
-            np.savez(folder / RUN, **leaves)
+            np.savez(folder / RUN, jax=np.array(jax.__version__), **leaves)
     return {"saved": saved}
 
 
 def load(folder: Path, mesh_of: Any) -> dict[str, Any]:
-    """Runs this platform's saved step on the saved inputs. Nothing of the model is traced."""
+    """Runs this platform's saved step on the saved inputs. Nothing of the model is traced.
+
+    Raises:
+      Unloadable: a file is missing or no export, or the step needs more devices than there are.
+    """
     register()
     platform = this_platform()
-    exported = jax_export.deserialize(bytearray(file_of(folder, platform).read_bytes()))
+    exported = read(file_of(folder, platform))
+    if not (folder / RUN).is_file():
+        raise Unloadable(f"{folder / RUN} is missing: export on a {platform} machine")
+    if exported.nr_devices > jax.device_count():
+        raise Unloadable(
+            f"the step was exported for {exported.nr_devices} devices, this process has "
+            f"{jax.device_count()}: export with --one-device"
+        )
     mesh = mesh_of(exported.nr_devices) if exported.nr_devices > 1 else None
     placing = exported.in_shardings_jax(mesh) if mesh else [None] * len(exported.in_avals)
     with np.load(folder / RUN) as run:
@@ -64,6 +79,7 @@ def load(folder: Path, mesh_of: Any) -> dict[str, Any]:
             for i, (aval, sharding) in enumerate(zip(exported.in_avals, placing, strict=True))
         ]
         wanted = [run[f"out{i}"] for i in range(len(exported.out_avals))]
+        made_with = str(run["jax"])
     arguments, _ = jax.tree.unflatten(exported.in_tree, leaves)
     step = jax.jit(exported.call, donate_argnums=(1, 2))  # cache and state
     found = [to_host(x) for x in jax.tree.leaves(step(*arguments))]
@@ -73,9 +89,23 @@ def load(folder: Path, mesh_of: Any) -> dict[str, Any]:
         "identical": same,
         "platform": platform,
         "devices": exported.nr_devices,
+        "jax": jax.__version__,
+        "exported_with_jax": made_with,
         "donated": donated,
         "decoded": found[-2].tolist(),
     }
+
+
+def read(file: Path) -> jax_export.Exported:
+    """The export in a file."""
+    if not file.is_file():
+        raise Unloadable(f"{file} is missing: --export writes it")
+    try:
+        return jax_export.deserialize(bytearray(file.read_bytes()))
+    except ImportError:
+        raise
+    except Exception as error:  # whatever the reader meets in a broken file
+        raise Unloadable(f"{file} is no exported step: {error}") from error
 
 
 def example_arguments(config: Config, params: Params, programs: Programs) -> tuple[Any, ...]:

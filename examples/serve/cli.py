@@ -23,6 +23,7 @@ from serve.server import LAG, Request, Server
 from serve.workload import Workload
 
 MAX_RANKS = 4
+UNUSABLE = 2  # exit status: nothing was compared
 SERVERS = {"2 ranks": 2, "4 ranks": 4, "reference": None}
 
 
@@ -32,7 +33,11 @@ def main(arguments: list[str] | None = None) -> int:
     params = init_params(config)
     mesh_of = no_mesh if options.one_device else device_mesh
     if options.load:
-        result = aot.load(options.load, device_mesh)
+        try:
+            result = aot.load(options.load, device_mesh)
+        except aot.Unloadable as error:
+            print(f"serve.py: {error}", file=sys.stderr)
+            return UNUSABLE
     elif options.export:
         result = aot.save(config, params, mesh_of(aot.WORLD_SIZE), options.export)
     else:
@@ -45,6 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
             )
             for name, world_size in SERVERS.items()
         }
+        if not any(request.answer for run in runs.values() for request in run.requests):
+            print(f"serve.py: {options.steps} steps made no token yet: take more", file=sys.stderr)
+            return UNUSABLE
         result = verdict(config, params, runs)
     print(json.dumps(result, indent=1) if options.json else as_text(result))
     return 0 if result.get("identical", True) else 1
@@ -55,14 +63,23 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--steps", type=step_count, default=200, help="steps of each server (200)")
     add("--seed", type=int, default=1, help="of the request stream (1)")
-    add("--page-size", type=int, default=128, choices=(128, 256))
+    add("--page-size", type=int, default=128, choices=(128, 256), help="tokens of a page (128)")
     add("--one-device", action="store_true", help="run all ranks on one device")
     add("--json", action="store_true", help="print the result as JSON")
     add("--quiet", action="store_true", help="no progress line")
-    add(
-        "--export", type=Path, metavar="DIR", help="save the decode step for CPU and CUDA, and stop"
+    ahead_of_time = parser.add_mutually_exclusive_group()
+    ahead_of_time.add_argument(
+        "--export",
+        type=Path,
+        metavar="DIR",
+        help="save the decode step for CPU and CUDA, and stop; needs flatbuffers",
     )
-    add("--load", type=Path, metavar="DIR", help="run the decode step saved there, and stop")
+    ahead_of_time.add_argument(
+        "--load",
+        type=Path,
+        metavar="DIR",
+        help="run the decode step saved there as it was exported, and stop; needs flatbuffers",
+    )
     return parser.parse_args(arguments)
 
 

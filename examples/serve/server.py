@@ -185,6 +185,11 @@ class Server:
         self._admit(self.config.slots - 1, np.zeros(0, np.int32), 0, [])
 
     def submit(self, request: Request) -> None:
+        """Queues a request; ValueError where it could never be served."""
+        if request.prompt.dtype != np.int32 or request.prompt.ndim != 1 or not request.prompt.size:
+            raise ValueError("the prompt must be int32 [n] with n >= 1")
+        if request.max_new < 1:
+            raise ValueError(f"max_new must be at least 1, got {request.max_new}")
         if len(request.prompt) + request.max_new + self.config.query_len > self.config.max_len:
             raise ValueError("the request is longer than max_len")
         self.waiting.append(request)
