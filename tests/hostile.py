@@ -8,19 +8,38 @@ does not (counts past what was scored) `check_form` says what still holds.
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import chains
+import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import numpy.typing as npt
 import oracle
+import pytest
 from chains import Cache, Decode, Prefill, Ranks
 from inputs import INT_MAX, INT_MIN
 
 from msa_icp_jax import MSAIcpIndexerPlan
 
 Array = npt.NDArray[Any]
+
+FUSED = pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+GROUP = pytest.mark.parametrize(("world_size", "page_size"), chains.GROUPS)
+
+
+def fuzz(examples: int, **more: Any) -> hypothesis.settings:
+    """Settings of a fuzz: the same examples in every run, FUZZ_EXAMPLES of them where it is set."""
+    return hypothesis.settings(
+        max_examples=int(os.environ.get("FUZZ_EXAMPLES", examples)),
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        **more,
+    )
+
 
 INT32 = st.integers(INT_MIN, INT_MAX)
 EXTREMES = st.sampled_from([INT_MIN, INT_MIN + 1, -129, -1, 0, 1, 127, 128, 129, INT_MAX])

@@ -6,7 +6,6 @@ More examples: FUZZ_EXAMPLES=200.
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import chains
@@ -15,21 +14,14 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from chains import GROUPS, Ranks, make_plan
+from chains import Ranks, make_plan
+from hostile import FUSED, GROUP
 
 WIDTH, PAGES = 9, 24
 REQUESTS, QUERY_LEN = 3, 2
 SEGMENTS, TOKENS = 4, 24
 
-fuzz = hypothesis.settings(
-    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "8")),
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(hypothesis.HealthCheck),
-)
-FUSED = pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
-GROUP = pytest.mark.parametrize(("world_size", "page_size"), GROUPS)
+fuzz = hostile.fuzz(examples=8)
 
 
 @functools.cache

@@ -6,7 +6,6 @@ More examples: FUZZ_EXAMPLES=30.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ import oracle
 import pytest
 import race_free
 from chains import Ranks
+from hostile import FUSED
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from msa_icp_jax import msa_icp_merge_candidates, msa_icp_write_index_k
@@ -29,15 +29,10 @@ from msa_icp_jax.ops._mosaic import launch
 
 WIDTH, PAGES = 5, 8
 
-fuzz = hypothesis.settings(
-    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "4")),
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(hypothesis.HealthCheck),
+fuzz = hostile.fuzz(
+    examples=4,
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],  # no shrinking: it takes hours
 )
-FUSED = pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,7 +7,6 @@ stops the process at the first access out of bounds.
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import chains
@@ -16,19 +15,12 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from chains import GROUPS, Ranks
+from chains import Ranks
+from hostile import FUSED, GROUP
 
 WIDTH, PAGES = 20, 40
 
-fuzz = hypothesis.settings(
-    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "8")),
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(hypothesis.HealthCheck),
-)
-FUSED = pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
-GROUP = pytest.mark.parametrize(("world_size", "page_size"), GROUPS)
+fuzz = hostile.fuzz(examples=8)
 
 
 @functools.cache

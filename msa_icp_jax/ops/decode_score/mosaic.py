@@ -30,7 +30,6 @@ from msa_icp_jax.geometry import (
     NUM_HEADS,
     TOPK,
     cdiv,
-    column_offset,
     column_scale,
     round_up,
     rows_per_page,
@@ -55,7 +54,7 @@ from msa_icp_jax.ops._mosaic.work_balance import (
 )
 from msa_icp_jax.ops.decode_score import lists as lists_of
 from msa_icp_jax.ops.decode_score.lists import Lists
-from msa_icp_jax.ops.select.mosaic import Select, Thread, select_rows, share_out, stock_row
+from msa_icp_jax.ops.select.mosaic import Select, Thread, share_out, stock_row
 from msa_icp_jax.rows import ROW_WORDS, TAGGED_WORDS
 
 _STAGES = {32: 2, 64: 2, 128: 1}  # slots of a warp, by key rows of a page
@@ -63,8 +62,6 @@ _STAGES = {32: 2, 64: 2, 128: 1}  # slots of a warp, by key rows of a page
 # More of them get in that kernel's way. Where late CTAs follow, there is enough to do for more.
 _PREFETCHED = 1
 _PREFETCHED_BEFORE_LATE = 2
-_COPY_EARLY = True  # copy the first pages before the lengths are known to be as guessed
-_LISTS = True  # the fused decode keeps lists; otherwise it selects from a plane of its own
 _FEW_TOKENS = 16  # up to here their lists may be long: four warps share one
 _SCALAR = plgpu.Layout.WG_SPLAT
 
@@ -161,26 +158,6 @@ def decode_rows(
       columns: columns of the plane that there is none of; candidates lie in them.
       others: as in `decode_scores`.
     """
-    if not _LISTS:
-        return _rows_of_plane(
-            index_q,
-            index_k,
-            block_table,
-            seq_lens,
-            num_valid_pages,
-            generations,
-            rank=rank,
-            world_size=world_size,
-            page_size=page_size,
-            decode_query_len=decode_query_len,
-            row_offset=row_offset,
-            force_begin_blocks=force_begin_blocks,
-            force_end_blocks=force_end_blocks,
-            columns=columns,
-            precision=precision,
-            enable_pdl=enable_pdl,
-            target=target,
-        )
     requests, width = block_table.shape
     pages, pitch, _ = index_k.shape
     rows = rows_per_page(world_size, page_size)
@@ -226,53 +203,6 @@ def decode_rows(
         this_rank,
         *memory,
         *(() if generations is None else (generations,)),
-    )
-
-
-def _rows_of_plane(
-    index_q: jax.Array,
-    index_k: jax.Array,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
-    num_valid_pages: jax.Array,
-    generations: jax.Array | None,
-    *,
-    rank: Any,
-    world_size: int,
-    page_size: int,
-    force_begin_blocks: int,
-    force_end_blocks: int,
-    columns: int,
-    enable_pdl: bool,
-    target: Target,
-    **others: Any,
-) -> jax.Array:
-    """The same rows by the scorer and the select, on a temporary plane."""
-    empty = jnp.full((index_q.shape[0], NUM_HEADS, columns), -jnp.inf, jnp.float32)
-    scores = decode_scores(
-        index_q,
-        index_k,
-        block_table,
-        seq_lens,
-        empty,
-        rank=rank,
-        world_size=world_size,
-        page_size=page_size,
-        enable_pdl=enable_pdl,
-        target=target,
-        **others,
-    )
-    return select_rows(
-        scores,
-        num_valid_pages,
-        None,
-        generations,
-        index_scale=column_scale(page_size),
-        index_offset=column_offset(rank, world_size, page_size),
-        force_begin_blocks=force_begin_blocks,
-        force_end_blocks=force_end_blocks,
-        enable_pdl=enable_pdl,
-        target=target,
     )
 
 
@@ -560,8 +490,7 @@ def _start_dependent(
     ring.prefetch(keys, query, ids, guess, scorer.query_rows, ahead)
     if not ring.interpret:
         plgpu.griddepcontrol_wait()
-    early = ring.stages if _COPY_EARLY else 0
-    copied = jnp.minimum(_segment_steps(guess, ring.batch), early)
+    copied = jnp.minimum(_segment_steps(guess, ring.batch), ring.stages)
     first = ring.read_first(table, guess, copied)
     values = read_lengths(lengths, ring.batch, ring.interpret)
     ids = ring.read_ids(table, guess)

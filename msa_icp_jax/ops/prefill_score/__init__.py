@@ -68,30 +68,22 @@ def msa_icp_index_score_sharded(
     Raises:
       TypeError, ValueError: an argument has the wrong dtype, shape or value.
     """
-    _check_inputs(q, k, block_table, plan, rank, tp, compact, enable_pdl, precision, row_offset)
-    plan = jax.tree.map(jnp.asarray, plan)  # a loop cannot index numpy leaves
-    tokens = q.shape[0]
-    checks.array("max_score", max_score, jnp.float32, AtLeast(tokens), NUM_HEADS, AtLeast(1))
-    checks.integer("max_score.shape[2]", max_score.shape[2], 1, MAX_SELECT_COLUMNS - 1)
-    sm_scale = checks.finite("sm_scale", sm_scale)
-    checks.flag("initialize", initialize)
-    stage = _stage(backend, precision, enable_pdl, plan, q, k, block_table, max_score)
-    if tokens == 0:
-        return max_score
-    if plan.num_segments == 0:
-        return _clear(max_score, tokens) if initialize else max_score
-    return stage.prefill_scores(
+    return _score(
         q,
         k,
         block_table,
         plan,
+        None,
         max_score,
-        rank=rank,
-        world_size=tp,
-        page_size=page_size(compact),
-        row_offset=row_offset,
+        rank,
         sm_scale=sm_scale,
         initialize=initialize,
+        tp=tp,
+        compact=compact,
+        enable_pdl=enable_pdl,
+        backend=backend,
+        precision=precision,
+        row_offset=row_offset,
     )
 
 
@@ -115,25 +107,61 @@ def score_candidates(
 
     Columns of other blocks are not initialized: nothing reads them.
     """
+    return _score(
+        q,
+        k,
+        block_table,
+        plan,
+        num_valid_pages,
+        max_score,
+        rank,
+        sm_scale=1.0,
+        initialize=True,
+        tp=tp,
+        compact=compact,
+        enable_pdl=enable_pdl,
+        backend=backend,
+        precision=precision,
+        row_offset=row_offset,
+    )
+
+
+def _score(
+    q: jax.Array,
+    k: jax.Array,
+    block_table: jax.Array,
+    plan: MSAIcpScorePlan,
+    num_valid_pages: jax.Array | None,
+    max_score: jax.Array,
+    rank: int | jax.Array,
+    *,
+    sm_scale: float,
+    initialize: bool,
+    tp: int,
+    compact: bool,
+    enable_pdl: bool,
+    backend: str,
+    precision: str,
+    row_offset: int,
+) -> jax.Array:
+    """Checks and scores; with `num_valid_pages` only their columns need to be initialized."""
     _check_inputs(q, k, block_table, plan, rank, tp, compact, enable_pdl, precision, row_offset)
     plan = jax.tree.map(jnp.asarray, plan)  # a loop cannot index numpy leaves
     tokens = q.shape[0]
-    checks.array("num_valid_pages", num_valid_pages, jnp.int32, tokens)
+    if num_valid_pages is not None:
+        checks.array("num_valid_pages", num_valid_pages, jnp.int32, tokens)
     checks.array("max_score", max_score, jnp.float32, AtLeast(tokens), NUM_HEADS, AtLeast(1))
     checks.integer("max_score.shape[2]", max_score.shape[2], 1, MAX_SELECT_COLUMNS - 1)
+    sm_scale = checks.finite("sm_scale", sm_scale)
+    checks.flag("initialize", initialize)
     stage = _stage(backend, precision, enable_pdl, plan, q, k, block_table, max_score)
     if tokens == 0:
         return max_score
     if plan.num_segments == 0:
-        return _clear(max_score, tokens)
-    initialize = (
-        {"initialize": True}
-        if stage is xla
-        else {
-            "initialize": False,
-            "num_valid_pages": num_valid_pages,
-        }
-    )
+        return _clear(max_score, tokens) if initialize else max_score
+    fill: dict[str, Any] = {"initialize": initialize}
+    if num_valid_pages is not None and stage is not xla:
+        fill = {"initialize": False, "num_valid_pages": num_valid_pages}
     return stage.prefill_scores(
         q,
         k,
@@ -144,8 +172,8 @@ def score_candidates(
         world_size=tp,
         page_size=page_size(compact),
         row_offset=row_offset,
-        sm_scale=1.0,
-        **initialize,
+        sm_scale=sm_scale,
+        **fill,
     )
 
 

@@ -114,12 +114,6 @@ class _Shape:
         plgpu.set_max_registers(wanted, action="increase" if wanted > given else "decrease")
 
 
-# Products of a step that may still be under way while the maxima of its first half are taken: 1, or
-# 0 to take maxima only when all of a step's products are there.
-_UNDER_WAY = 1
-# Whether `prefill_rows` selects while it scores; if not, it goes through a temporary score plane.
-_SELECTS_WHILE_SCORING = True
-
 _SM_REGISTERS = 1 << 16
 _FAST = _Shape(2, 8, 0, 0, (232, 40))
 _FAST_SELECTING = _Shape(2, 5, 0, 2, (160, 24, 64))
@@ -247,7 +241,7 @@ def prefill_rows(
         target: as in `prefill_scores`.
     """
     steps = _Steps(world_size, page_size, row_offset, q.shape[0], columns)
-    if precision == "exact" or not _SELECTS_WHILE_SCORING:
+    if precision == "exact":
         scores = _score_plane(
             (q, k, block_table, plan, num_valid_pages),
             steps,
@@ -841,7 +835,8 @@ def _consume_piece(
             start_products(queries.at[pl.ds(m * ROWS // 2, ROWS // 2)], keys, interpret)
             for m in range(2)
         )
-        upper, _ = settle_products(upper, _UNDER_WAY, None, interpret)
+        # The second half's products are still under way while the first half's maxima are taken.
+        upper, _ = settle_products(upper, 1, None, interpret)
         lower, best = settle_products(lower, 0, maxima(upper, 0), interpret)
         assert best is not None
         ring.keys.release(turn)
