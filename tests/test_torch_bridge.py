@@ -87,6 +87,36 @@ def test_an_input_outlives_its_tensor(bridge):
     assert len(others) == 50
 
 
+@pytest.mark.parametrize("capacity", [1, 5, 8, 16])
+def test_receive_storage_is_written_wherever_its_slots_begin(bridge, capacity):
+    """As on a GPU, where results lie in place: a slot begins where the layout says."""
+    comm = torch_inputs.MSAIcpComm.zeros(2, capacity, CPU)
+    bridge.donates = True
+    slots = [*comm.recv, *comm.tagged_recv.view(torch.int32).unflatten(-1, (32, 2))]
+    aside = [slot for slot in slots if slot.data_ptr() % 64]
+    assert bool(aside) == (capacity % 4 != 0)
+    for slot in slots:
+        value = torch.randint(1 << 20, slot.shape, dtype=torch.int32)
+        imported = bridge.fresh(slot)
+        given_back = bridge.fresh(value) if any(slot is x for x in aside) else imported
+        bridge.deliver({"comm.recv": (slot, given_back)})
+        assert torch.equal(slot, value if any(slot is x for x in aside) else slot * 0)
+    aligned = page(1)
+    with pytest.raises(RuntimeError, match="JAX did not write output in place"):
+        bridge.deliver({"output": (aligned, bridge.fresh(page(2)))})
+
+
+def test_only_the_receive_storage_may_begin_anywhere():
+    plan = torch_inputs.prepare(2, 128, 0, max_decode_tokens=5)
+    plan._route._bridge.donates = True
+    odd = torch.zeros(20, dtype=torch.int32)[1:]
+    for name in ("comm.recv", "comm.tagged_recv"):
+        plan._route.check_memory({name: odd}, {})
+    for name in ("output", "scores", "comm.errors", "comm.publish_generations"):
+        with pytest.raises(ValueError, match=f"^{name} must start at a multiple of 64 bytes"):
+            plan._route.check_memory({name: odd}, {})
+
+
 # ---- kept imports ----
 
 

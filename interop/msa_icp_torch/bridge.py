@@ -195,6 +195,9 @@ class Bridge:
     def deliver(self, results: Mapping[str, tuple[torch.Tensor, jax.Array]]) -> None:
         """Leaves a program's results in the caller's tensors, and the current stream behind it.
 
+        On a GPU they are there already. Only a tensor whose address JAX cannot take, a slot of the
+        receive storage, was imported as a copy, which goes back now.
+
         Args:
           results: by argument name, the caller's tensor and the array that replaces it.
 
@@ -202,17 +205,17 @@ class Bridge:
           RuntimeError: on a GPU, a result lies elsewhere than its tensor.
         """
         arrays = [array for _, array in results.values()]
-        if self.donates:
-            for name, (tensor, array) in results.items():
-                if tensor.numel() and array.unsafe_buffer_pointer() != tensor.data_ptr():
-                    raise RuntimeError(f"JAX did not write {name} in place")
-            self.order_after(arrays)
-            return
-        jax.block_until_ready(arrays)
+        self.order_after(arrays)
+        aside = []
+        for name, (tensor, array) in results.items():
+            if tensor.numel() == 0 or array.unsafe_buffer_pointer() == tensor.data_ptr():
+                continue
+            if self.donates and self.aligned(tensor):
+                raise RuntimeError(f"JAX did not write {name} in place")
+            aside.append((tensor, array))
         with torch.inference_mode():  # the caller's tensors may be inference tensors
-            for tensor, array in results.values():
-                if tensor.numel():
-                    tensor.copy_(torch.from_dlpack(array))
+            for tensor, array in aside:
+                tensor.copy_(torch.from_dlpack(array))
 
     def export(self, array: jax.Array) -> torch.Tensor:
         """A program's result as a tensor over the same memory, behind the program."""

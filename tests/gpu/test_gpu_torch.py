@@ -22,10 +22,10 @@ TOKENS = 97
 SEGMENTS = [(40, 260, 300), (0, 0, 0), (57, 0, 57)]
 
 
-def prepare(rank: int = 0) -> Any:
+def prepare(rank: int = 0, **changes: Any) -> Any:
     device = torch.device("cuda", 0)
     options = {"backend": "auto", "precision": "exact", "route": "dlpack"}
-    return torch_inputs.prepare(2, 128, rank, device=device, **options)
+    return torch_inputs.prepare(2, 128, rank, device=device, **options | changes)
 
 
 @pytest.fixture
@@ -116,6 +116,26 @@ def test_decode_writes_in_place_without_growing(self_exchange, tagged):
         np.full(step.scores.shape, torch_inputs.OLD_SCORE, np.float32)
     )
     np.testing.assert_array_equal(step.scores.cpu().numpy(), want)
+
+
+@pytest.mark.parametrize("capacity", [5, 16])
+@pytest.mark.parametrize("tagged", [False, True])
+def test_receive_storage_of_any_capacity(self_exchange, capacity, tagged):
+    """Slots that begin at no multiple of 256 bytes go there and back as copies."""
+    plan, wide = prepare(max_decode_tokens=capacity), prepare()
+    case = random_decode([300, 7], 2, 128)
+    found = []
+    for mine in (plan, wide):
+        step, comm = decode_step(mine, case), mine.init_comm()
+        for slot in range(4):
+            mine.decode(*step, comm=comm, slot=slot, tagged=tagged, decode_query_len=2)
+        torch.cuda.synchronize()
+        assert comm.errors.item() == 0
+        rows = comm.tagged_recv if tagged else comm.recv
+        assert rows[:, :, :, :4].any()
+        found.append((step.output, rows[:, :, :, :4]))
+    for narrow, want in zip(*found, strict=True):
+        assert torch.equal(narrow, want)
 
 
 def test_ten_thousand_calls_leak_nothing(self_exchange):
