@@ -267,11 +267,12 @@ def test_repeats_compile_nothing(local_groups):
             twin.decode(steps, 2, slot=slot)
 
 
-@pytest.mark.parametrize("compound", [False, True])
-def test_warmup_compiles_what_calls_need(monkeypatch, compound):
+@pytest.mark.parametrize(("compound", "fused"), [(False, None), (True, None), (False, True)])
+def test_warmup_compiles_what_calls_need(monkeypatch, compound, fused):
     torch_inputs.use_local_groups(monkeypatch)
     # Limits of its own, so that no other test has compiled these programs.
-    limits = {"max_model_len": 2048 + 512 * compound, "max_num_batched_tokens": 48}
+    own = 512 * compound + 1024 * bool(fused)
+    limits = {"max_model_len": 2048 + own, "max_num_batched_tokens": 48}
     group = Group(2, 128, max_decode_tokens=5, max_num_seqs=2, **limits)
     case = random_decode([300, 17], 2, 128, width=16)
     window_case = random_prefill([(20, 0, 20), (9, 100, 109)], 48, 128, width=16)
@@ -280,7 +281,12 @@ def test_warmup_compiles_what_calls_need(monkeypatch, compound):
     for plan in group.plans:
         keys = torch_inputs.strided_keys(shards[plan.rank], 192, 64) if compound else None
         steps.append(decode_step(plan, case, keys))
-        plan.warmup(steps[-1].index_k, table_width=16, batch_sizes=[2], query_lens=[2])
+        sizes = {"table_width": 16, "batch_sizes": [2], "query_lens": [2]}
+        plan.warmup(steps[-1].index_k, **sizes, fused=fused)
+    pools = {
+        name: torch.zeros(getattr(group.plans[0], name)(), dtype=torch.uint8) if fused else None
+        for name in ("decode_pool_shape", "prefill_pool_shape")
+    }
     steps = [s._replace(scores=s.scores[:4], output=s.output[:4]) for s in steps]
     windows = [prefill_window(plan, window_case) for plan in group.plans]
     bounds = {"total_q": 48, "max_query_len": 48, "max_seq_len": limits["max_model_len"]}
@@ -296,13 +302,14 @@ def test_warmup_compiles_what_calls_need(monkeypatch, compound):
             window.score_scratch,
             window.num_valid_pages,
             window.carrier[:, :48].contiguous(),
+            pools["prefill_pool_shape"],
         )
         received = window.received[:, :, :48].contiguous()
         plan.prefill_merge(received, window.num_valid_pages, window.output)
 
     with nothing_compiles():
-        group.decode(steps, 2)
-        group.decode(steps, 2, slot=1, tagged=True)
+        group.decode(steps, 2, pool=pools["decode_pool_shape"])
+        group.decode(steps, 2, slot=1, tagged=True, pool=pools["decode_pool_shape"])
         group.each(prefill)
 
 
@@ -323,10 +330,11 @@ def test_warmup_without_the_cache_compiles_the_merges(monkeypatch):
         ({"batch_sizes": [9]}, "batch_sizes must"),
         ({"query_lens": [9]}, "query_lens must"),
         ({"index_k": torch.zeros((4, 48, 128), dtype=torch.float8_e4m3fn)}, "index_k must"),
+        ({"fused": 1}, "fused must"),
     ],
 )
 def test_warmup_checks_its_arguments(options, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((TypeError, ValueError), match=match):
         torch_inputs.prepare(2, 128, 0).warmup(**options)
 
 

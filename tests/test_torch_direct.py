@@ -469,15 +469,19 @@ def test_a_new_comm_is_refused_inside_a_capture(launched, monkeypatch):
         plan.decode(*step, comm=comm, slot=0, tagged=False, decode_query_len=2)
 
 
-@pytest.mark.parametrize("one_sided", [False, True])
-def test_warmup_is_all_that_a_capture_needs(launched, monkeypatch, one_sided):
+@pytest.mark.parametrize(("one_sided", "fused"), [(False, None), (True, False), (True, True)])
+def test_warmup_is_all_that_a_capture_needs(launched, monkeypatch, one_sided, fused):
     plan = prepare(max_num_batched_tokens=64, max_num_seqs=4)
     case = random_decode(LENGTHS, 2, 128, width=16)
     step, comm = decode_step(plan, case), plan.init_comm()
     if one_sided:
         set_bases(plan, comm)
         plan.check_comm(comm)
-    plan.warmup(step.index_k, table_width=16, batch_sizes=[4], query_lens=[2])
+    plan.warmup(step.index_k, table_width=16, batch_sizes=[4], query_lens=[2], fused=fused)
+    pools = [
+        torch.zeros(shape, dtype=torch.uint8) if fused else None
+        for shape in (plan.decode_pool_shape(), plan.prefill_pool_shape())
+    ]
     ragged = prefill_window(
         plan, random_prefill([(20, 0, 20)] * 3 + [(4, 0, 4)], 64, 128, width=16)
     )
@@ -488,7 +492,8 @@ def test_warmup_is_all_that_a_capture_needs(launched, monkeypatch, one_sided):
     monkeypatch.setattr(direct, "is_capturing", lambda device: True)
     for tagged in (False, True):
         for slot in range(3):
-            plan.decode(*step, comm=comm, slot=slot, tagged=tagged, decode_query_len=2)
+            options = {"slot": slot, "tagged": tagged, "decode_query_len": 2, "pool": pools[0]}
+            plan.decode(*step, comm=comm, **options)
     window_plan = plan.prefill_window_plan(*ragged.lengths, **bounds)
     plan.prefill_local(
         ragged.query,
@@ -498,12 +503,13 @@ def test_warmup_is_all_that_a_capture_needs(launched, monkeypatch, one_sided):
         ragged.score_scratch,
         ragged.num_valid_pages,
         ragged.carrier[:, :64].contiguous(),
+        pools[1],
     )
     received = ragged.received[:, :, :64].contiguous()
     plan.prefill_merge(received, ragged.num_valid_pages, ragged.output)
     assert len(launched.compiled) == compiled
     assert len(plan._route._buffers) == buffers
-    assert len(launched.kernels) == (24 if one_sided else 18) + 3
+    assert len(launched.kernels) == (24 if one_sided else 18) + (2 if fused else 3)
 
 
 def test_unaligned_tensors_are_refused_by_name(launched):

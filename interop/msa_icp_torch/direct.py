@@ -32,7 +32,7 @@ from msa_icp_torch import exchange, kernels, pages, window
 from msa_icp_torch.bridge import is_capturing
 from msa_icp_torch.calls import DecodeCall, PrefillCall
 from msa_icp_torch.dlpack import at_row_offset
-from msa_icp_torch.warmup import decode_shapes, table_width_of
+from msa_icp_torch.warmup import decode_shapes, is_decode_fused, table_width_of
 
 _ALIGNMENT = 16  # bytes: what the kernels' vector loads and bulk copies ask of a buffer
 _MOST_REMEMBERED = 4096  # calls: every layer's cache, in three slots, for many batches
@@ -272,6 +272,7 @@ class DirectRoute:
         query_lens: Sequence[int] | None,
         forms: Mapping[bool, Sequence[bool]],
         prefill: bool,
+        fused: bool | None,
     ) -> None:
         """See `MSAIcpIndexerPlan.warmup`."""
         if is_capturing(self._device):
@@ -282,19 +283,14 @@ class DirectRoute:
         width = table_width_of(geometry, table_width)
         with self._stream.device(), direct.on_cpu():
             for requests, length in decode_shapes(geometry, batch_sizes, query_lens):
-                self._warm_decode(requests, length, index_k, width, forms)
+                self._warm_exchange(requests * length, forms)
+                if index_k is not None:
+                    self._warm_rows(requests, length, index_k, width, fused)
             if prefill:
-                self._warm_prefill(index_k, width)
+                self._warm_prefill(index_k, width, fused)
 
-    def _warm_decode(
-        self,
-        requests: int,
-        query_len: int,
-        index_k: torch.Tensor | None,
-        width: int,
-        forms: Mapping[bool, Sequence[bool]],
-    ) -> None:
-        tokens = requests * query_len
+    def _warm_exchange(self, tokens: int, forms: Mapping[bool, Sequence[bool]]) -> None:
+        """What comes behind score and select in a decode."""
         facts, form = self._facts(), (tokens, True)
         for tagged, transports in forms.items():
             for one_sided in transports:
@@ -305,16 +301,22 @@ class DirectRoute:
                 elif one_sided:
                     self._program(kernels.publish_rows, facts, *form, self._spin_limit)
         self._warm_buffers(tokens)
-        if index_k is None:
-            return
+
+    def _warm_rows(
+        self,
+        requests: int,
+        query_len: int,
+        index_k: torch.Tensor,
+        width: int,
+        fused: bool | None,
+    ) -> None:
         base, row_offset = pages.base_of(index_k)
         batch = kernels.Batch(requests, query_len, tuple(base.shape), width)
-        least = self._plan.fused_decode_min_batch
-        if least is not None and requests >= least:
+        if is_decode_fused(self._plan, requests, fused):
             self._program(kernels.decode_rows, self._facts(row_offset), batch, True)
         else:
             self._program(kernels.decode_scores, self._facts(row_offset), batch, True)
-            self._program(kernels.select_rows, facts, *form)
+            self._program(kernels.select_rows, self._facts(), batch.tokens, True)
 
     def _warm_buffers(self, tokens: int) -> None:
         """Allocates what the exchanges take."""
@@ -326,7 +328,7 @@ class DirectRoute:
             self._buffer(name, *owned, rows.TAGGED_WORDS, 2)
         self._buffer("wraps", NUM_HEADS, tokens, dtype=torch.bool)
 
-    def _warm_prefill(self, index_k: torch.Tensor | None, width: int) -> None:
+    def _warm_prefill(self, index_k: torch.Tensor | None, width: int, fused: bool | None) -> None:
         geometry, facts = self._plan.geometry, self._facts()
         tokens = geometry.window_tokens
         self._program(kernels.prefill_merge, facts, tokens, tokens)
@@ -334,7 +336,7 @@ class DirectRoute:
             return
         base, row_offset = pages.base_of(index_k)
         shapes = kernels.Window(tokens, geometry.max_num_seqs, tokens, tuple(base.shape), width)
-        fused = self._plan.fused_prefill
+        fused = self._plan.fused_prefill if fused is None else fused
         self._program(kernels.prefill_local, self._facts(row_offset), shapes, tokens, fused)
 
     # ---- programs and their memory ----

@@ -138,6 +138,7 @@ class DlpackRoute:
         query_lens: Sequence[int] | None,
         forms: Mapping[bool, Sequence[bool]],
         prefill: bool,
+        fused: bool | None,
     ) -> None:
         """See `MSAIcpIndexerPlan.warmup`."""
         shape, scorer_plan = None, self._plan
@@ -152,6 +153,7 @@ class DlpackRoute:
                 self._bridge.donates,
                 shape,
                 table_width,
+                fused,
             )
             programs_of.decode(batch_sizes, query_lens, tuple(forms))
             if prefill:

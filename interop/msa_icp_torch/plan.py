@@ -19,6 +19,7 @@ from msa_icp_torch.calls import DecodeCall, PrefillCall
 from msa_icp_torch.comm import MSAIcpComm, check_comm, is_one_sided
 from msa_icp_torch.dlpack import DlpackRoute
 from msa_icp_torch.routes import choose_route, direct_route
+from msa_icp_torch.warmup import is_decode_fused
 
 SPIN_LIMIT = 1 << 26  # looks at a row before a one-sided wait gives up
 
@@ -397,6 +398,7 @@ class MSAIcpIndexerPlan:
         comm: MSAIcpComm | None = None,
         tagged: bool | None = None,
         prefill: bool = True,
+        fused: bool | None = None,
     ) -> None:
         """Compiles and loads programs, so that no first call does; call it before serving.
 
@@ -413,6 +415,8 @@ class MSAIcpIndexerPlan:
           comm: compile for the transport that this storage selects alone; None: for every one.
           tagged: compile for this form of decode rows alone; None: for both.
           prefill: compile for a full prefill window too.
+          fused: compile scorers as calls with a pool (True) or with score planes (False) take them;
+            None: as the plan chooses without a pool. Call twice for both.
 
         Raises:
           TypeError, ValueError: an argument is outside the plan's limits.
@@ -422,8 +426,10 @@ class MSAIcpIndexerPlan:
         if index_k is not None:
             self._arguments.index_k(index_k)
         checks.flag("prefill", prefill)
+        if fused is not None:
+            checks.flag("fused", fused)
         forms = self._forms(comm, tagged)
-        self._route.warmup(index_k, table_width, batch_sizes, query_lens, forms, prefill)
+        self._route.warmup(index_k, table_width, batch_sizes, query_lens, forms, prefill, fused)
 
     def decode_score_shape(self) -> tuple[int, int, int]:
         """(max_decode_tokens, 4, columns): the decode score plane, float32."""
@@ -470,8 +476,7 @@ class MSAIcpIndexerPlan:
         tokens, requests = arguments.decode(
             index_q, index_k, block_table, seq_lens, num_valid_pages, query_len
         )
-        least = self.fused_decode_min_batch
-        fused = pool is not None or (least is not None and requests >= least)
+        fused = pool is not None or is_decode_fused(self._jax_plan, requests, None)
         arguments.plane("scores", scores, tokens, fused=fused)
         arguments.output(output, tokens)
         arguments.pool(pool, self.decode_pool_shape())

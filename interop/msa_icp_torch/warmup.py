@@ -38,6 +38,14 @@ def table_width_of(limits: IndexerGeometry, table_width: int | None) -> int:
     return checks.integer("table_width", table_width, 1)
 
 
+def is_decode_fused(plan: MSAIcpIndexerPlan, requests: int, fused: bool | None) -> bool:
+    """Whether a decode is fused: as asked, or None, as the plan chooses."""
+    if fused is not None:
+        return fused
+    least = plan.fused_decode_min_batch
+    return least is not None and requests >= least
+
+
 class Warmup:
     """Compiles programs from shapes alone; nothing is allocated.
 
@@ -48,6 +56,7 @@ class Warmup:
       donates: whether they write in place.
       index_k: shape of the index-key buffer, or None to leave the scorers out.
       table_width: columns of the block tables; None: pages of a context of max_model_len.
+      fused: score and select in one pass; None: as the plan chooses.
     """
 
     def __init__(
@@ -58,11 +67,13 @@ class Warmup:
         donates: bool,
         index_k: tuple[int, ...] | None,
         table_width: int | None,
+        fused: bool | None,
     ) -> None:
         geometry = plan.geometry
         self.plan = plan
         self.scorer_plan = scorer_plan
         self.donates = donates
+        self.fused = fused
         self.sharding = SingleDeviceSharding(device)
         self.table_width = table_width_of(geometry, table_width)
         self.index_k = None if index_k is None else self._array(*index_k, dtype=jnp.float8_e4m3fn)
@@ -97,7 +108,7 @@ class Warmup:
             lambda leaf: self._array(*leaf.shape, dtype=leaf.dtype),
             jax.eval_shape(window, lengths, lengths, lengths),
         )
-        fused = plan.fused_prefill
+        fused = plan.fused_prefill if self.fused is None else self.fused
         inputs = (
             self._array(tokens, NUM_HEADS, HEAD_DIM, dtype=jnp.float8_e4m3fn),
             self.index_k,
@@ -124,8 +135,7 @@ class Warmup:
         ).compile()
         if self.index_k is None:
             return
-        least = plan.fused_decode_min_batch
-        fused = least is not None and batch >= least
+        fused = is_decode_fused(plan, batch, self.fused)
         inputs = (
             self._array(tokens, NUM_HEADS, HEAD_DIM, dtype=jnp.float8_e4m3fn),
             self.index_k,

@@ -68,12 +68,13 @@ class OneSided:
         self.streams = [torch.cuda.Stream() for _ in group.plans]
         self._warm: set[Any] = set()
 
-    def warm(self, steps: list[Step], query_len: int, **_: Any) -> None:
+    def warm(self, steps: list[Step], query_len: int, pool: Any = None, **_: Any) -> None:
         """Compiles for every rank before one waits for another: loading code may wait too."""
         requests, width = steps[0].block_table.shape
-        if (requests, query_len) in self._warm:
+        shape = (requests, query_len, pool is not None)
+        if shape in self._warm:
             return
-        self._warm.add((requests, query_len))
+        self._warm.add(shape)
         for plan, step, comm in zip(self.group.plans, steps, self.group.comms, strict=True):
             plan.warmup(
                 step.index_k,
@@ -82,6 +83,7 @@ class OneSided:
                 query_lens=[query_len],
                 comm=comm,
                 prefill=False,
+                fused=pool is not None,
             )
 
     def each(self, call: Callable[[int], None]) -> None:
