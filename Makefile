@@ -53,8 +53,8 @@ soak: ## run 5,000 decode steps, each one checked (ARGS="--steps 100000" on a GP
 	@sh tools/setup_env.sh $(VENV) demo$(CUDA_EXTRA)
 	@$(VENV)/bin/python tools/soak.py $(ARGS)
 
-bench: ## set up and time the work points (without a GPU: small ones)
-	@sh tools/setup_env.sh $(VENV) demo,bench$(CUDA_EXTRA)
+bench: ## set up and time the work points (with CUDA: torch too; without a GPU: small ones)
+	@sh tools/setup_env.sh $(VENV) demo,bench$(if $(CUDA),$(comma)torch)$(CUDA_EXTRA)
 	@$(VENV)/bin/python -m benchmarks $(ARGS)
 
 test-env:

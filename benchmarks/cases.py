@@ -1,8 +1,9 @@
-"""The work points: one rank's share of a step, what it must move and compute, what is asked of it.
+"""The work points: one rank's share of a step, what it must move and compute, and its target.
 
 A *floor* is the larger of bytes over the read ceiling and operations over the fp8 matmul ceiling,
-both measured in the same run. An *ask* bounds the time of the local stage by a multiple of the
-floor; select and merge alone are asked for in microseconds (launches set their floor).
+both measured in the same run. A *target*, set before the work began, bounds the time of the local
+stage by a multiple of the floor; those of select and merge alone are in microseconds (launches set
+their floor).
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ class _Sharded:
       name: the case's name in results.
       lens: keys of each request or segment.
       world_size: ranks that share the keys.
-      ask: the local stage's time over the floor, at most; None where nothing is asked.
+      target: the local stage's time over the floor, at most; None where there is none.
     """
 
     name: str
     lens: tuple[int, ...]
     world_size: int
-    ask: float | None = None
+    target: float | None = None
 
     @property
     def rank(self) -> int:
@@ -97,6 +98,7 @@ class Decode(_Sharded):
     """`query_len` new tokens of every request."""
 
     query_len: int = 1
+    precision = "exact"  # the usual one, which the target is for
     stages = ("score", "select", "local", "merge", "chain")
 
     @property
@@ -131,6 +133,7 @@ class Prefill(_Sharded):
     """The last `query_lens[b]` tokens of every segment of `lens[b]` keys."""
 
     query_lens: tuple[int, ...] = ()
+    precision = "fast"
     stages = ("score", "select", "local", "fused-local")
 
     @property
@@ -182,10 +185,11 @@ class Select:
 
     tokens: int
     columns: int
-    ask_us: float | None = None
+    target_us: float | None = None
     world_size: int = 4
+    precision = "exact"
     stages = ("select",)
-    ask = None
+    target = None
 
     @property
     def name(self) -> str:
@@ -205,10 +209,11 @@ class Merge:
 
     tokens: int
     world_size: int = 4
-    ask_us: float | None = None
+    target_us: float | None = None
     blocks: int = 1024
+    precision = "exact"
     stages = ("merge",)
-    ask = None
+    target = None
 
     @property
     def name(self) -> str:
@@ -235,8 +240,8 @@ def ragged_decode_lens() -> tuple[int, ...]:
     return tuple(lens[i] for i in np.random.default_rng(0).permutation(64))
 
 
-def _uniform_prefill(name: str, tokens: int, end: int, world_size: int, ask: float) -> Prefill:
-    return Prefill(name, (end,), world_size, ask, query_lens=(tokens,))
+def _uniform_prefill(name: str, tokens: int, end: int, world_size: int, target: float) -> Prefill:
+    return Prefill(name, (end,), world_size, target, query_lens=(tokens,))
 
 
 DECODE = (
@@ -273,7 +278,7 @@ SELECT = (
     Select(256, 8192, 20.0),
     Select(8192, 1024, 50.0),
 )
-MERGE = (Merge(32, ask_us=1.8), Merge(256), Merge(8192))
+MERGE = (Merge(32, target_us=1.8), Merge(256), Merge(8192))
 
 FULL: tuple[Case, ...] = (*DECODE, *SELECT, *MERGE, *PREFILL)
 QUICK: tuple[Case, ...] = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-_LEAST_POINTS = 3  # two lie on any such line
+LEAST_POINTS = 3  # two lie on any such line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ def fits(rows: Sequence[dict[str, Any]]) -> list[Fit]:
 
 
 def _enough(rows: Sequence[dict[str, Any]]) -> bool:
-    return len(rows) >= _LEAST_POINTS and len({row["bytes"] for row in rows}) > 1
+    return len(rows) >= LEAST_POINTS and len({row["bytes"] for row in rows}) > 1
 
 
 def _fit(group: str, rows: Sequence[dict[str, Any]]) -> Fit:

@@ -1,4 +1,4 @@
-"""Plots of a result file: times against floors, ratios with the asks, baselines, and a sweep."""
+"""Plots of a result file: times against floors, ratios with targets, baselines, and a sweep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks import model, report
 from benchmarks.cases import DECODE, FULL, PREFILL, Decode, Prefill
-from benchmarks.results import Row, load
+from benchmarks.results import Row, Unusable, load
 
 _STAGES = ("local", "fused-local")
 
@@ -17,16 +17,21 @@ def plot(path: Path) -> list[Path]:
 
     Raises:
       ImportError: matplotlib is not installed.
-      ValueError: the file has no row of a local stage.
+      Unusable: the file has no row that a plot shows.
     """
     import matplotlib
 
     matplotlib.use("Agg")
-    rows = [row for row in load(path) if row["stage"] in _STAGES and row["floor_us"]]
+    every = load(path)
+    rows = [row for row in every if row["stage"] in _STAGES and row.get("floor_us")]
     swept = [row for row in rows if "bytes" in row]
     points = [row for row in rows if any(row["case"] == c.name for c in (*DECODE, *PREFILL))]
     if not swept and not points:
-        raise ValueError(f"{path} has no row of a local stage")
+        there = ", ".join(sorted({row["stage"] for row in every})) or "no row"
+        raise Unusable(
+            f"{path} has nothing to plot: plots show score and select (stages local, fused-local) "
+            f"of the cases d-* and p-*, and of sweeps; it has the stages {there}"
+        )
     made = []
     if points:
         made.append(_times(points, path.with_name(f"{path.stem}-time.png")))
@@ -40,10 +45,11 @@ def plot(path: Path) -> list[Path]:
 
 def _compared(rows: list[Row]) -> dict[str, dict[str, float]]:
     """By baseline and case: its time over that of the kernels, in their usual precision."""
+    usual = {case.name: case.precision for case in (*DECODE, *PREFILL)}
     ours: dict[str, float] = {}
     for row in rows:
-        usual = "exact" if row["case"].startswith("d-") else "fast"
-        if row["backend"] == "mosaic" and row["precision"] == usual and row["stage"] == "local":
+        made = row["backend"], row["stage"], row["precision"]
+        if made == ("mosaic", "local", usual[row["case"]]):
             ours[row["case"]] = row["median_us"]
     found: dict[str, dict[str, float]] = {}
     for row in rows:
@@ -171,7 +177,9 @@ def _ratios(rows: list[Row], path: Path) -> Path:
         f"{ratio:.2f} ({_series(best[c.name])})" for ratio, c in zip(ratios, cases, strict=True)
     ]
     ax.bar_label(bars, labels, padding=4, fontsize=7)
-    ax.plot([c.ask for c in cases], range(len(cases)), "k|", markersize=14, label="asked at most")
+    ax.plot(
+        [c.target for c in cases], range(len(cases)), "k|", markersize=14, label="target, at most"
+    )
     ax.axvline(1, color="k", linestyle="--", label="floor")
     ax.set_yticks(range(len(cases)), [c.name for c in cases])
     ax.set(xlabel="time over floor", xlim=(0, 1.5 * max(ratios)))

@@ -3,6 +3,15 @@
 Each part is a process of its own, with its share of what is left of the budget. One that fails,
 hangs or runs out of time costs no figure of the others, and each saves its figures as they come.
 What a part needs and the machine has not is written into the file as absent.
+
+  kernels    every case and stage of the Mosaic kernels, and the sweep (into FILE-sweep)
+  host       what a torch decode costs the host (benchmarks.host)
+  exchange   between two or four GPUs (benchmarks.exchange, into FILE-x2 or FILE-x4)
+  baselines  score and select in torch, and packages of others that are installed
+  compiled   the same in XLA and torch.compile, which compile for long
+
+Rows replace those of FILE that measure the same and leave the others. The exit status is 1 where a
+part failed or had no time, 2 where nothing was measured.
 """
 
 from __future__ import annotations
@@ -10,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import os
 import signal
 import subprocess
@@ -19,7 +27,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import results
+from benchmarks import options, results
 
 _LEAST_SECONDS = 8  # worth starting a part with
 _GRACE_SECONDS = 10  # past its budget, after which a part is ended: more than it gives itself
@@ -35,6 +43,7 @@ class Part:
       name: what it measures.
       command: arguments of the interpreter, without where to save.
       share: how much of what is left of the budget it may take.
+      may_lack: what the file says is absent where this part measures nothing.
       absent: why it cannot run here, or None.
       suffix: of its file's name.
     """
@@ -44,6 +53,12 @@ class Part:
     share: float
     absent: str | None = None
     suffix: str = ""
+    may_lack: tuple[str, ...] = ()
+
+    def files(self, out: Path) -> tuple[Path, Path]:
+        """Where it saves its rows, and those of a sweep."""
+        name = f"{out.stem}{self.suffix}"
+        return out.with_name(name + out.suffix), out.with_name(f"{name}-sweep{out.suffix}")
 
 
 def parts() -> list[Part]:
@@ -57,15 +72,16 @@ def parts() -> list[Part]:
     exchange = (*torchrun, "-m", "benchmarks.exchange")
     return [
         Part("kernels", (*benchmarks, "--backends", "mosaic", "--sweep"), 0.75, none),
-        Part("host", ("-m", "benchmarks.host"), 0.2, _unless_there("benchmarks.host")),
+        Part("host", ("-m", "benchmarks.host"), 0.2, may_lack=("host",)),
         Part("exchange", exchange, 0.5, few, suffix=f"-x{ranks}"),
-        Part("baselines", (*benchmarks, "--backends", *_BASELINES), 0.7),
-        Part("compiled", (*benchmarks, "--backends", *_COMPILED), 1.0),
+        *(
+            Part(name, (*benchmarks, "--backends", *backends), share, may_lack=backends)
+            for name, backends, share in (
+                ("baselines", _BASELINES, 0.7),
+                ("compiled", _COMPILED, 1.0),
+            )
+        ),
     ]
-
-
-def _unless_there(module: str) -> str | None:
-    return None if importlib.util.find_spec(module) else f"{module} is not in this checkout"
 
 
 def _gpus() -> int:
@@ -79,40 +95,71 @@ def _gpus() -> int:
 def main(arguments: Sequence[str]) -> int:
     found = parts()
     names = [part.name for part in found]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks record", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="FILE; FILE-sweep goes beside it")
-    parser.add_argument("--budget-seconds", type=float, default=400.0, help="for all of it")
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--parts", nargs="+", default=names, choices=names)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks record",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="result file, made or merged into"
+    )
+    options.add_budget(parser, default=400.0)
+    options.add_commit(parser)
+    parser.add_argument("--parts", nargs="+", default=names, choices=names, metavar="PART")
     parsed = parser.parse_args(arguments)
     end = time.monotonic() + parsed.budget_seconds - _GRACE_SECONDS
-    said = {}
-    for part in found:
-        if part.name not in parsed.parts:
-            continue
+    wanted = [part for part in found if part.name in parsed.parts]
+    for path in (path for part in wanted for path in part.files(parsed.out)):
+        results.prepare(path)
+    outcomes = []
+    for part in wanted:
         if part.absent:
             results.save(parsed.out, [], {part.name: part.absent})
-            said[part.name] = f"absent, {part.absent}"
-            continue
-        out = parsed.out.with_name(f"{parsed.out.stem}{part.suffix}.json")
-        command = [*part.command, "--out", str(out)]
-        command += ["--commit", parsed.commit] if parsed.commit else []
-        said[part.name] = _run(part, command, (end - time.monotonic()) * part.share)
-    for name, result in said.items():
-        print(f"record: {name}: {result}")
-    return 0 if all(x == "done" or x.startswith("absent") for x in said.values()) else 1
+            outcomes.append(Outcome(f"absent, {part.absent}"))
+        else:
+            outcomes.append(_run(part, parsed.out, parsed.commit, end))
+    for part, outcome in zip(wanted, outcomes, strict=True):
+        print(f"record: {part.name}: {outcome.text}")
+    if not any(outcome.rows for outcome in outcomes):
+        print("record: nothing was measured")
+        return 2
+    return 1 if any(outcome.bad for outcome in outcomes) else 0
 
 
-def _run(part: Part, command: Sequence[str], seconds: float) -> str:
-    """Runs a part; "done" or what became of it."""
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a part: in words, the rows that it measured, whether something is amiss."""
+
+    text: str
+    rows: int = 0
+    bad: bool = False
+
+
+def _run(part: Part, out: Path, commit: str | None, end: float) -> Outcome:
+    seconds = (end - time.monotonic()) * part.share
     if seconds < _LEAST_SECONDS:
-        return f"left out, {max(0, seconds):.0f} s left for it"
+        return Outcome(f"left out, {max(0, seconds):.0f} s left for it", bad=True)
     print(f"record: {part.name}, at most {seconds:.0f} s", flush=True)
-    budget = ["--budget-seconds", f"{seconds:.0f}"]
-    status = _execute([sys.executable, *command, *budget], seconds + _GRACE_SECONDS)
+    command = [sys.executable, *part.command, "--out", str(part.files(out)[0])]
+    command += ["--commit", commit] if commit else []
+    before = _rows(part, out)
+    status = _execute([*command, "--budget-seconds", f"{seconds:.0f}"], seconds + _GRACE_SECONDS)
+    rows = sum(row not in before for row in _rows(part, out))
+    if status == 0 and rows:
+        return Outcome(f"done, {rows} rows", rows)
     if status is None:
-        return f"ended after {seconds + _GRACE_SECONDS:.0f} s"
-    return "done" if status == 0 else f"exit status {status}"
+        return Outcome(f"ended after {seconds + _GRACE_SECONDS:.0f} s, {rows} rows", rows, bad=True)
+    missing = results.absent(out) if out.exists() else {}
+    if not rows and part.may_lack and set(part.may_lack) <= set(missing):
+        reasons = dict.fromkeys(missing[name] for name in part.may_lack)
+        return Outcome(f"absent, {'; '.join(reasons)}")
+    why = "nothing was measured" if not rows else f"{rows} rows"
+    return Outcome(f"exit status {status}, {why}", rows, bad=True)
+
+
+def _rows(part: Part, out: Path) -> list[results.Row]:
+    """All rows of the part's files."""
+    return [row for path in part.files(out) if path.exists() for row in results.load(path)]
 
 
 def _execute(command: Sequence[str], seconds: float) -> int | None:

@@ -11,14 +11,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks import model
+from benchmarks.options import Refused
 
 SCHEMA = 1
 KEY = ("case", "stage", "backend", "precision")
+LIKE = ("device", "timing")  # what two rows must have in common besides for their times to compare
 FIELDS = (
     *KEY,
     "median_us",
@@ -38,6 +41,13 @@ FIELDS = (
 Row = dict[str, Any]
 
 
+class Unusable(Refused):
+    """A file that is no result file, or that cannot be one."""
+
+
+_NEEDED = (*KEY, "median_us", "spread_us")  # of any row, by what reads the file
+
+
 def key_of(row: Row) -> tuple[str, ...]:
     return tuple(row[name] for name in KEY)
 
@@ -50,7 +60,7 @@ def load(path: Path) -> list[Row]:
     """The rows of a file.
 
     Raises:
-      ValueError: the file is no result file of this schema.
+      Unusable: the file is no result file of this schema.
     """
     return _content(path)["rows"]
 
@@ -61,10 +71,41 @@ def absent(path: Path) -> dict[str, str]:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise Unusable(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # no text, or no JSON
+        raise Unusable(f"{path} is no result file: it is not JSON ({error})") from None
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-        raise ValueError(f"{path} is no result file of schema {SCHEMA}")
+        raise Unusable(f"{path} is no result file of schema {SCHEMA}")
+    rows = found.get("rows")
+    if not isinstance(rows, list) or not all(map(_is_row, rows)):
+        needed = ", ".join(_NEEDED)
+        raise Unusable(f"{path} is no result file: it has no list of rows, each with {needed}")
     return found
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, dict) and all(name in row for name in _NEEDED)
+
+
+def prepare(path: Path) -> None:
+    """Makes the folder of a result file that is to be written, before anything is measured.
+
+    Raises:
+      Unusable: it cannot be written, or something else stands there.
+    """
+    if path.is_dir():
+        raise Unusable(f"{path} is a folder, not a result file")
+    if path.exists():
+        _content(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unusable(f"{path.parent} cannot be made a folder: {error.strerror}") from None
+    if not os.access(path.parent, os.W_OK):
+        raise Unusable(f"{path.parent} cannot be written to")
 
 
 def merged(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
@@ -106,13 +147,38 @@ class Move:
 
 
 def compare(before: Iterable[Row], after: Iterable[Row]) -> list[Move]:
-    """Every figure that both runs have; it moved when the two spreads do not touch."""
-    earlier = {key_of(row): row for row in before}
+    """Every comparable figure that both runs have; it moved when the spreads do not touch."""
     return [
-        Move(key, earlier[key]["median_us"], row["median_us"], _verdict(earlier[key], row))
-        for row in after
-        if (key := key_of(row)) in earlier
+        Move(key_of(new), old["median_us"], new["median_us"], _verdict(old, new))
+        for old, new in _in_both(before, after)
+        if not _unlike(old, new)
     ]
+
+
+def incomparable(before: Iterable[Row], after: Iterable[Row]) -> Counter[str]:
+    """Why figures that both runs have are not comparable, and how many there are of each kind."""
+    found = (_unlike(old, new) for old, new in _in_both(before, after))
+    return Counter(reason for reason in found if reason)
+
+
+def only_in(rows: Iterable[Row], others: Iterable[Row]) -> list[tuple[str, ...]]:
+    """Keys of the rows that the others have not."""
+    there = {key_of(row) for row in others}
+    return [key for row in rows if (key := key_of(row)) not in there]
+
+
+def _in_both(before: Iterable[Row], after: Iterable[Row]) -> list[tuple[Row, Row]]:
+    earlier = {key_of(row): row for row in before}
+    return [(earlier[key_of(row)], row) for row in after if key_of(row) in earlier]
+
+
+def _unlike(before: Row, after: Row) -> str:
+    """In what two rows differ that should be alike; empty if in nothing."""
+    return ", ".join(
+        f"{name} {before.get(name)} and {after.get(name)}"
+        for name in LIKE
+        if before.get(name) != after.get(name)
+    )
 
 
 def _verdict(before: Row, after: Row) -> str:

@@ -22,6 +22,7 @@ from benchmarks.baselines import TORCH, TORCH_COMPILE, Baseline, TorchRun
 from benchmarks.cases import FULL, QUICK, Case, Decode, Merge, Prefill, Select
 from benchmarks.graph import GraphRun, Lowered, Unlaunchable
 from benchmarks.inputs import GPU_STREAM_BYTES, Inputs, Pool
+from benchmarks.options import Refused
 from benchmarks.peers import PEERS, Absent, find, unsharded
 from benchmarks.stages import build, written_like
 from benchmarks.timing import JitRun, Times
@@ -50,7 +51,7 @@ class Options:
       cases: pattern of case names.
       stages, backends: names to keep; empty: all.
       timing: "auto" (a CUDA graph where there can be one), "graph" or "jit".
-      out: the result file, or None for the device's own.
+      out: the result file, or None for one of this device that git ignores.
       budget_seconds: time for everything, or None.
       commit: what is measured, or None to ask git.
       start: from when the budget counts.
@@ -89,13 +90,24 @@ class Item:
         return results.label((self.case.name, self.stage, self.backend, self.precision))
 
 
+class NothingToRun(Refused):
+    """Nothing of what was asked for can be measured."""
+
+
 def items(options: Options, machine: Machine) -> list[Item]:
-    """What `options` ask for, the most wanted first: time may run out."""
+    """What `options` ask for, the most wanted first: time may run out.
+
+    Raises:
+      NothingToRun: no case has such a name.
+    """
     cases = QUICK if options.quick or not machine.gpu else FULL
-    cases = [case for case in cases if fnmatch.fnmatch(case.name, options.cases)]
+    chosen = [case for case in cases if fnmatch.fnmatch(case.name, options.cases)]
+    if not chosen:
+        there = ", ".join(case.name for case in cases)
+        raise NothingToRun(f"no case here has a name like {options.cases!r}; there are {there}")
     return [
         item
-        for item in _all_items(cases, machine)
+        for item in _all_items(chosen, machine)
         if (not options.stages or item.stage in options.stages)
         and (not options.backends or item.backend in options.backends)
     ]
@@ -148,20 +160,26 @@ class Machine:
         self.torch = torch if self.gpu and torch and torch.cuda.is_available() else None
         self.baselines: dict[str, Baseline] = {}
         self.absent: dict[str, str] = {}
-        self._look_for_baselines(torch is not None)
+        if not self.mosaic:
+            self.absent["mosaic"] = "it takes a GPU of compute capability 9.0 (Hopper)"
+        self._look_for_baselines()
 
-    def _look_for_baselines(self, torch: bool) -> None:
-        if self.gpu:
-            usable, reason = self.torch is not None, "torch does not see a GPU here"
-        else:
-            usable, reason = torch, "torch is not installed"
-        if not usable:
-            self.absent = dict.fromkeys((TORCH.name, TORCH_COMPILE.name, *PEERS), reason)
+    @property
+    def without_torch(self) -> str | None:
+        """Why torch cannot be used here, or None."""
+        if self.torch_version is None:
+            return "torch is not installed"
+        return "torch sees no GPU" if self.gpu and self.torch is None else None
+
+    def _look_for_baselines(self) -> None:
+        if self.without_torch:
+            there = (TORCH.name, TORCH_COMPILE.name, *PEERS)
+            self.absent |= dict.fromkeys(there, self.without_torch)
             return
         self.baselines[TORCH.name] = TORCH
         if not self.gpu:
             reason = "measured on GPUs only"
-            self.absent = dict.fromkeys((TORCH_COMPILE.name, *PEERS), reason)
+            self.absent |= dict.fromkeys((TORCH_COMPILE.name, *PEERS), reason)
             return
         self.baselines[TORCH_COMPILE.name] = TORCH_COMPILE
         for name in PEERS:
@@ -173,8 +191,9 @@ class Machine:
 
     @property
     def default_out(self) -> Path:
+        """A file that git ignores: the committed ones are written where they are named alone."""
         name = self.device.lower().removeprefix("nvidia ").replace(" ", "-")
-        return Path(__file__).parent / "results" / f"{name}.json"
+        return Path(__file__).parent / "results" / "local" / f"{name}.json"
 
 
 def beside(path: Path, suffix: str) -> Path:
@@ -198,16 +217,28 @@ class Runner:
         self._ahead = Ahead({})
 
     def run(self) -> int:
-        """Runs everything; 0, or 1 when an item failed."""
+        """Runs everything; 0, 1 when an item failed, 2 when nothing was measured.
+
+        Raises:
+          NothingToRun: a CUDA graph was asked for where there can be none.
+          Unusable: what is measured could not be saved.
+        """
         wanted = self.wanted
-        if not wanted and self._absent():
-            results.save(self.out, [], self._absent())
-            self._summary()
-            return 0
+        for path in {self.out, *(beside(self.out, item.beside) for item in wanted)}:
+            results.prepare(path)
+        if self.options.timing == "graph" and not self._graphs():
+            raise NothingToRun("a CUDA graph takes a Hopper GPU that torch sees too")
         if not wanted:
-            print("benchmarks: nothing matches")
+            if self.options.backends:
+                results.save(self.out, [], self._absent())
+            print(
+                "no case has a stage that was asked for on a backend that was asked for and is here"
+            )
+            self._summary()
             return 2
         self._guard()
+        for line in self._notes():
+            self._say(f"NOTE: {line}")
         self.ceilings = roofline.measure(self.machine.torch)
         self._say(f"{self.machine.device}: {self._ceilings_text()}")
         cases = list({item.case.name: item.case for item in wanted}.values())
@@ -221,7 +252,25 @@ class Runner:
                 self._attempt(item, f"{number}/{len(wanted)}")
         results.save(self.out, [], self._absent())
         self._summary()
-        return 1 if self.failed else 0
+        if self.failed:
+            return 1
+        return 0 if self.rows else 2
+
+    def _notes(self) -> Iterator[str]:
+        """What a reader of the figures must know first."""
+        if not self.machine.gpu:
+            yield (
+                "on a CPU times tell no more than that everything runs, so small cases are taken "
+                "and no floor is shown; every stage is its portable definition (fused-local: a "
+                "loop far slower than score and select)"
+            )
+        elif self.machine.without_torch:
+            yield (
+                f"{self.machine.without_torch.upper()}: kernels are timed by jit (one program of "
+                "many repeats, 1 to 2 us longer each), not in a CUDA graph, and "
+                f"{', '.join((TORCH.name, TORCH_COMPILE.name, *PEERS))} are not measured; "
+                "`make bench CUDA=13` installs torch too"
+            )
 
     def _prepare_kernels(self) -> None:
         """Lowers and compiles ahead what will be launched from a graph."""
@@ -358,7 +407,8 @@ class Runner:
         return {k: v for k, v in self.machine.absent.items() if not asked or k in asked}
 
     def _summary(self) -> None:
-        print(f"{len(self.rows)} rows, saved in {self.out}")
+        what = f"{len(self.rows)} rows, saved in" if self.rows else "nothing was measured for"
+        print(f"{what} {self.out}")
         for name, reason in self._absent().items():
             print(f"absent: {name} ({reason})")
         for label in self.left_out:
@@ -370,6 +420,8 @@ class Runner:
         """Prints a table of the rows."""
         if self.rows:
             report.show_rows(self.rows, f"{self.machine.device}: {self._ceilings_text()}")
+        if any(report.target_of(row) for row in self.rows):
+            print("target: set for each case before the work began, the most that it should take")
 
     def _ceilings_text(self) -> str:
         fp8 = self.ceilings.fp8_tflops

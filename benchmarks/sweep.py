@@ -1,7 +1,7 @@
 """How decode grows: the local stage over contexts, batches and world sizes, and the fitted model.
 
 All points read their keys from one pool, so that a sweep needs no more memory than its largest
-point does; points whose shard is larger than `MOST_KEY_BYTES` are left out.
+point does; points whose shard is larger than `MOST_KEY_BYTES` are left out, which is said.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks import model, report, results
 from benchmarks.cases import Decode
-from benchmarks.run import Item, Machine, Options, Runner, beside
+from benchmarks.run import Item, Machine, NothingToRun, Options, Runner, beside
 
 SUFFIX = "-sweep"  # of the file's name
 MOST_KEY_BYTES = 1 << 30
@@ -25,19 +25,14 @@ BATCHES = {"gpu": (1, 4, 16, 64, 256), "cpu": (1, 4)}
 def points(
     contexts: Iterable[int], batches: Iterable[int], world_sizes: Iterable[int]
 ) -> list[Decode]:
-    """The points within the memory allowed, every request of a batch as long as the others."""
+    """All points, every request of a batch as long as the others."""
     contexts, batches = tuple(contexts), tuple(batches)
-    made = [
-        Decode(f"s-b{batch}-{_short(context)}-w{w}", (context,) * batch, w)
+    return [
+        Decode(f"s-b{batch}-{report.short(context).lower()}-w{w}", (context,) * batch, w)
         for w in world_sizes
         for batch in batches
         for context in contexts
     ]
-    return [case for case in made if case.key_bytes <= MOST_KEY_BYTES]
-
-
-def _short(context: int) -> str:
-    return f"{context >> 20}m" if context % (1 << 20) == 0 else f"{context >> 10}k"
 
 
 def items(
@@ -47,9 +42,19 @@ def items(
     world_sizes: Sequence[int] | None = None,
     suffix: str = "",
 ) -> list[Item]:
-    """The figures of a sweep, by default of the machine's usual one."""
+    """The figures of a sweep, by default of the machine's usual one; says what it leaves out.
+
+    Raises:
+      NothingToRun: every point is too large.
+    """
     kind = "gpu" if machine.gpu else "cpu"
-    cases = points(contexts or CONTEXTS[kind], batches or BATCHES[kind], world_sizes or WORLD_SIZES)
+    asked = points(contexts or CONTEXTS[kind], batches or BATCHES[kind], world_sizes or WORLD_SIZES)
+    cases = [case for case in asked if case.key_bytes <= MOST_KEY_BYTES]
+    large = f"a shard larger than {MOST_KEY_BYTES >> 30} GiB"
+    if not cases:
+        raise NothingToRun(f"all {len(asked)} points of the sweep have {large}")
+    if len(cases) < len(asked):
+        print(f"sweep: {len(asked) - len(cases)} of {len(asked)} points left out: {large}")
     cases.sort(key=lambda case: case.key_bytes)
     # A sweep that runs out of time still spans all sizes, only less densely.
     cases = [*cases[::4], *cases[2::4], *cases[1::2]]
@@ -87,5 +92,6 @@ def show(path: Path) -> None:
         mine = [row for row in rows if row["backend"] == backend]
         for world_size in sorted({row["world_size"] for row in mine}):
             curves = [row for row in mine if row["world_size"] == world_size]
-            report.show_curves(curves, f"{backend}, W {world_size}: us (x floor) by context")
+            unit = "us (x floor)" if report.has_floor(curves[0]) else "us"
+            report.show_curves(curves, f"{backend}, W {world_size}: {unit} by context")
     report.show_fits(model.fits(rows))

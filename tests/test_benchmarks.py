@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -17,8 +19,23 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import ahead, check, documents, graph, model, peers, record, results, sweep, timing
-from benchmarks.__main__ import _size, main
+from benchmarks import __main__ as command_line
+from benchmarks import (
+    ahead,
+    check,
+    documents,
+    graph,
+    model,
+    options,
+    peers,
+    record,
+    report,
+    results,
+    sweep,
+    timing,
+)
+from benchmarks import run as bench
+from benchmarks.__main__ import main
 from benchmarks.cases import DECODE, FULL, MERGE, PREFILL, QUICK, SELECT, Decode, Prefill
 from benchmarks.inputs import Inputs, Pool
 from benchmarks.inputs import abstract_inputs as abstract_inputs_of
@@ -29,7 +46,7 @@ from msa_icp_jax.ops._mosaic import direct
 ROOT = Path(__file__).parents[1]
 READ_TBPS, FP8_TFLOPS = 4.40, 1377.0  # of the machine that the figures below are from
 
-# Microseconds at these ceilings, and the local stage's time over them that is asked for.
+# Microseconds at these ceilings, and the target of the local stage's time over them.
 FLOORS = {
     "d-b1-1m-w4": (7.6, 1.75),
     "d-b8-128k-w4": (7.6, 1.75),
@@ -59,11 +76,11 @@ def case_named(name):
 
 
 @pytest.mark.parametrize("name", FLOORS)
-def test_floors_and_asks_are_the_published_ones(name):
+def test_floors_and_targets_are_the_published_ones(name):
     case = case_named(name)
-    floor, ask = FLOORS[name]
+    floor, target = FLOORS[name]
     assert case.floor("local").us(READ_TBPS, FP8_TFLOPS) == pytest.approx(floor, rel=1.1e-2)
-    assert case.ask == ask
+    assert case.target == target
 
 
 def test_every_sharded_case_has_a_published_floor():
@@ -71,11 +88,11 @@ def test_every_sharded_case_has_a_published_floor():
 
 
 def test_select_and_merge_cases():
-    asks = {case.name: case.ask_us for case in (*SELECT, *MERGE)}
-    assert asks["select-t32-k1024"] == 3.8
-    assert asks["select-t256-k8192"] == 20.0
-    assert asks["select-t8192-k1024"] == 50.0
-    assert asks["merge-t32-w4"] == 1.8
+    targets = {case.name: case.target_us for case in (*SELECT, *MERGE)}
+    assert targets["select-t32-k1024"] == 3.8
+    assert targets["select-t256-k8192"] == 20.0
+    assert targets["select-t8192-k1024"] == 50.0
+    assert targets["merge-t32-w4"] == 1.8
     assert case_named("select-t8192-k1024").floor("select").us(READ_TBPS, None) == pytest.approx(
         (8192 * 4 * 1024 * 4 + 8192 * 4 * 33 * 4) / 4.40e6
     )
@@ -391,8 +408,217 @@ def test_compare_command(tmp_path):
     done = run_cli("compare", before, after)
     assert done.returncode == 1, done.stderr
     assert "slower" in done.stdout and "1.500" in done.stdout
-    assert "only in before.json: gone local mosaic exact" in done.stdout
+    assert "before.json: 1 figures: gone local mosaic exact" in done.stdout
     assert run_cli("compare", after, after).returncode == 0
+
+
+def test_only_what_is_alike_is_compared(tmp_path, capsys):
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    like = {"device": "H200", "timing": "graph"}
+    results.save(before, [row("a") | like, row("b") | like, row("c") | like, row("d") | like])
+    others = [row("b", median=9.0) | like | {"timing": "jit"}]
+    others += [row(name, median=9.0) | like | {"device": "H100"} for name in "cd"]
+    results.save(after, [row("a") | like, *others])
+    assert main(["compare", str(before), str(after)]) == 0  # the slower ones do not count
+    said = capsys.readouterr().out
+    assert "1 figures compared" in said
+    assert "not compared: 1 figures, timing graph and jit" in said
+    assert "not compared: 2 figures, device H200 and H100" in said
+
+
+def test_nothing_in_common_is_said_and_counted(tmp_path, capsys):
+    before, after, jit = (tmp_path / name for name in ("before.json", "after.json", "jit.json"))
+    results.save(before, [row(f"a{i}") | {"timing": "graph"} for i in range(20)])
+    results.save(after, [row("b")])
+    results.save(jit, [row("a1") | {"timing": "jit"}])
+    for other in (after, jit):
+        assert main(["compare", str(before), str(other)]) == 2
+        said, complaint = capsys.readouterr()
+        assert complaint == "benchmarks: nothing to compare\n"
+        assert len(said.splitlines()) == 2
+    assert main(["compare", str(before), str(after)]) == 2
+    assert "before.json: 20 figures: a0 local mosaic exact; " in capsys.readouterr().out
+
+
+# ---- what is refused ----
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Good and bad files by name."""
+    written = {
+        "text": "hello",
+        "schema": '{"schema": 2, "rows": []}',
+        "list": "[1]",
+        "rows": '{"schema": 1, "rows": [{"case": "a"}]}',
+        "norows": '{"schema": 1}',
+    }
+    found = {name: tmp_path / f"{name}.json" for name in (*written, "missing", "good")}
+    for name, text in written.items():
+        found[name].write_text(text)
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    results.save(found["good"], [row("a", stage="exchange")])
+    return found | {"binary": tmp_path / "binary.json", "folder": tmp_path}
+
+
+BAD = ("text", "schema", "list", "rows", "norows", "missing", "binary", "folder")
+
+
+def refused(capsys, *arguments):
+    """What a command says in the one line with which it refuses."""
+    try:
+        status = main([str(x) for x in arguments])
+    except SystemExit as error:
+        status = error.code
+    complaint = capsys.readouterr().err
+    assert status == 2 and "Traceback" not in complaint
+    *usage, line = complaint.splitlines()
+    assert line.startswith(("benchmarks: ", "python -m benchmarks")) and (
+        not usage or usage[0].startswith("usage: ")
+    )
+    return line
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_result_file_is_refused(name, files, capsys):
+    pytest.importorskip("matplotlib")
+    bad, good, new = files[name], files["good"], files["folder"] / "new.json"
+    before = good.read_bytes()
+    for command in (("compare", bad, good), ("compare", good, bad), ("plot", bad)):
+        assert str(bad) in refused(capsys, *command)
+    assert str(bad) in refused(capsys, "merge", new, bad)
+    assert str(bad) in refused(capsys, "merge", good, bad)
+    assert good.read_bytes() == before and not new.exists()
+    if name != "missing":
+        assert str(bad) in refused(capsys, "merge", bad, good)
+
+
+@pytest.mark.parametrize("name", [x for x in BAD if x != "missing"])
+def test_nothing_is_measured_that_could_not_be_saved(name, files, capsys, monkeypatch):
+    monkeypatch.setattr(bench.roofline, "measure", lambda _: pytest.fail("it measures"))
+    monkeypatch.setattr(record, "_execute", lambda *_: pytest.fail("it measures"))
+    for command in (("--quick",), ("sweep",), ("record",)):
+        assert str(files[name]) in refused(capsys, *command, "--out", files[name])
+        under = files["text"] / "r.json"
+        assert str(files["text"]) in refused(capsys, *command, "--out", under)
+
+
+def test_the_sweep_file_is_looked_at_first_too(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench.roofline, "measure", lambda _: pytest.fail("it measures"))
+    (tmp_path / "r-sweep.json").write_text("hello")
+    said = refused(capsys, "--quick", "--sweep", "--out", tmp_path / "r.json")
+    assert str(tmp_path / "r-sweep.json") in said
+
+
+def test_a_file_without_anything_to_plot_is_refused(files, capsys):
+    pytest.importorskip("matplotlib")
+    said = refused(capsys, "plot", files["good"])
+    assert "cases d-* and p-*" in said and "stages exchange" in said
+    assert "nothing to plot" in refused(capsys, "plot", documents.PAIR)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("sweep", "--batches", "0"),
+        ("sweep", "--batches", "-1"),
+        ("sweep", "--batches", "many"),
+        ("sweep", "--contexts", "0"),
+        ("sweep", "--contexts", "0K"),
+        ("sweep", "--contexts", "4Q"),
+        ("sweep", "--contexts", "K"),
+        ("sweep", "--contexts", ""),
+        ("sweep", "--contexts", "2M"),
+        ("sweep", "--world-sizes", "3"),
+        ("--budget-seconds", "0"),
+        ("--budget-seconds", "nan"),
+        ("--budget-seconds", "soon"),
+        ("--backends", "mosiac"),
+        ("sweep", "--contexts", "1M", "--batches", "4096"),
+        ("--cases", "no-such-*"),
+        ("--timing", "graph"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, tmp_path, capsys):
+    if "graph" in arguments and jax.default_backend() == "gpu":
+        pytest.skip("there may be graphs")
+    assert arguments[-1] in refused(capsys, *arguments, "--out", tmp_path / "r.json") or (
+        arguments[-2:] in (("--batches", "4096"), ("--timing", "graph"))
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_python_without_jax_is_told_what_to_do(capsys, monkeypatch):
+    monkeypatch.setattr(command_line.importlib.util, "find_spec", lambda name: None)
+    assert "make bench" in refused(capsys, "--help")
+
+
+def test_names_of_backends_are_those_there_are():
+    baselines = {"torch", "torch_compile", *peers.PEERS}
+    assert set(command_line.BACKENDS) == {"mosaic", "xla"} | baselines
+    assert set(command_line._STAGES) == {stage for case in FULL for stage in case.stages}
+
+
+def test_globs_in_the_help_match_what_they_promise(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    named = {glob: {c.name for c in (*FULL, *QUICK) if fnmatch.fnmatch(c.name, glob)}
+             for glob in re.findall(r"'(\S+\*)'", said)}  # fmt: skip
+    assert named["d-*"] == {case.name for case in DECODE}
+    assert named["p-*"] == {case.name for case in PREFILL}
+    assert named["select-*"] >= {case.name for case in SELECT}
+    assert named["merge-*"] >= {case.name for case in MERGE}
+    assert named["quick-*"] == {"quick-decode", "quick-prefill"} and len(named) == 5
+
+
+@pytest.mark.parametrize("command", ["", "sweep", "record", "compare", "merge", "plot", "readme"])
+def test_every_command_and_argument_is_explained(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert said.index("\n\n") < said.index("options:")
+    for stage in command_line._STAGES if not command else ():
+        assert re.search(rf"^  {stage} ", said, re.MULTILINE)
+    for explained in ("target", "floor", "benchmarks.host", "benchmarks.exchange"):
+        assert command or explained in said
+
+
+def test_figures_go_where_git_ignores_them_unless_told(capsys):
+    machine = bench.Machine()
+    for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "cpu"):
+        machine.device = name
+        ignored = subprocess.run(
+            ["git", "check-ignore", "-q", machine.default_out], cwd=ROOT, timeout=60
+        )
+        if (ROOT / ".git").exists():
+            assert ignored.returncode == 0
+        assert machine.default_out.parent == documents.RESULTS.parent / "local"
+    tried = subprocess.run(["git", "check-ignore", "-q", documents.RESULTS], cwd=ROOT, timeout=60)
+    assert tried.returncode != 0
+
+
+def test_a_gpu_without_torch_is_said_loudly(tmp_path):
+    machine = bench.Machine()
+    machine.gpu, machine.torch, machine.torch_version = True, None, None
+    (note,) = bench.Runner(bench.Options(out=tmp_path / "r.json"), machine, [])._notes()
+    assert "TORCH IS NOT INSTALLED" in note and "jit" in note and "make bench CUDA=13" in note
+    assert all(name in note for name in ("torch_compile", *peers.PEERS))
+    machine.torch_version = "2"
+    (note,) = bench.Runner(bench.Options(out=tmp_path / "r.json"), machine, [])._notes()
+    assert "TORCH SEES NO GPU" in note
+
+
+@pytest.mark.parametrize(("cuda", "torch"), [("CUDA=13", True), ("CUDA=", False)])
+def test_bench_installs_torch_for_a_gpu(cuda, torch):
+    if shutil.which("make") is None:
+        pytest.skip("there is no make")
+    done = subprocess.run(
+        ["make", "-n", "bench", cuda], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    extras = re.search(r"setup_env.sh \S+ (\S+)", done.stdout).group(1).split(",")
+    assert ("torch" in extras) == torch and "bench" in extras and ("cuda13" in extras) == torch
 
 
 def test_merge_command(tmp_path):
@@ -449,13 +675,16 @@ def test_a_model_needs_three_points_of_two_sizes():
     assert model.fits([row(name) for name in "abc"]) == []
 
 
-def test_sweep_points_are_bounded():
-    cases = sweep.points(sweep.CONTEXTS["gpu"], sweep.BATCHES["gpu"], sweep.WORLD_SIZES)
+def test_sweep_points_are_bounded(capsys):
+    machine = types.SimpleNamespace(gpu=True, mosaic=True)
+    cases = [item.case for item in sweep.items(machine)]
+    assert "6 of 50 points left out: a shard larger than 1 GiB" in capsys.readouterr().out
     assert len({case.name for case in cases}) == len(cases) == 44
     assert max(case.key_bytes for case in cases) == sweep.MOST_KEY_BYTES == 1 << 30
     reach = {(len(case.lens), case.lens[0]) for case in cases}
     assert {(1, 1 << 12), (1, 1 << 20), (256, 1 << 12), (16, 1 << 20)} <= reach
-    assert cases[0].name == "s-b1-4k-w2" and cases[0].floor("local").bytes == (4096 // 2 + 4) * 128
+    (least,) = (case for case in cases if case.name == "s-b1-4k-w2")
+    assert least.floor("local").bytes == (4096 // 2 + 4) * 128
 
 
 def test_sweep_command(tmp_path):
@@ -470,12 +699,32 @@ def test_sweep_command(tmp_path):
     }
     stored = json.loads(out.read_text())["fits"]
     assert [fit["points"] for fit in stored] == [4, 4, 8]
-    for text in ("batch 2", "W 2: us (x floor) by context", "time = fixed + bytes / rate"):
+    for text in ("batch 2", "W 2: us", "by context", "time = fixed + bytes / rate"):
         assert text in done.stdout
 
 
+def test_a_point_is_no_model(tmp_path, capsys):
+    sizes = ["--contexts", "1000", "--batches", "1", "--world-sizes", "2"]
+    assert main(["sweep", *sizes, "--out", str(tmp_path / "s.json")]) == 0
+    said = capsys.readouterr().out
+    assert "no model fitted: it takes 3 points or more" in said
+    assert [r["case"] for r in results.load(tmp_path / "s.json")] == ["s-b1-1000-w2"]
+
+
+def test_no_floor_is_shown_of_a_cpu(capsys):
+    point = swept(1e6, 5.0, context=4096, batch=1, floor_us=2.5, device="cpu")
+    report.show_curves([point], "title")
+    report.show_rows([point], "title")
+    said = capsys.readouterr().out
+    assert "5.0" in said and "2.5" not in said and "floor" not in said and "(2.00)" not in said
+    report.show_curves([point | {"device": "NVIDIA H200"}], "title")
+    report.show_rows([point | {"device": "NVIDIA H200"}], "title")
+    said = capsys.readouterr().out
+    assert "5.0 (2.00)" in said and "x floor" in said
+
+
 def test_sizes():
-    assert [_size(text) for text in ("512", "4K", "1m")] == [512, 4096, 1 << 20]
+    assert [options.size(text) for text in ("512", "4K", "1m")] == [512, 4096, 1 << 20]
 
 
 # ---- lowering ahead ----
@@ -675,7 +924,11 @@ def recorded(monkeypatch, tmp_path, capsys):
 
         def execute(command, seconds):
             calls.append((command[1:], seconds))
-            return left.pop(0) if left else 0
+            status = left.pop(0) if left else 0
+            if status == 0:
+                out = Path(command[command.index("--out") + 1])
+                results.save(out, [row(f"case {len(calls)}")])
+            return status
 
         monkeypatch.setattr(record, "_gpus", lambda: gpus)
         monkeypatch.setattr(record, "_execute", execute)
@@ -693,7 +946,7 @@ def test_record_runs_every_part_whatever_becomes_of_one(recorded):
     names = [part.name for part in record.parts() if not part.absent]
     assert len(calls) == len(names) > 2
     assert f"{names[0]}: exit status 1" in said and f"{names[1]}: ended after" in said
-    assert all(f"{name}: done" in said for name in names[2:])
+    assert all(f"{name}: done, 1 rows" in said for name in names[2:])
     for command, timeout in calls:
         assert command[-4:-1] == ["--commit", "abc", "--budget-seconds"]
         assert float(command[-1]) + record._GRACE_SECONDS == pytest.approx(timeout, abs=1)
@@ -744,7 +997,25 @@ def test_record_says_what_the_machine_cannot(recorded, tmp_path):
 
 def test_record_leaves_out_what_there_is_no_time_for(recorded):
     status, said, calls = recorded(12)
-    assert status == 1 and calls == [] and "kernels: left out" in said
+    assert status == 2 and calls == [] and "kernels: left out" in said
+    assert "nothing was measured" in said and "done" not in said
+
+
+def test_a_part_without_rows_is_not_done(recorded, tmp_path):
+    results.save(tmp_path / "h200.json", [row("from an earlier run")])
+    status, said, _ = recorded(200, outcomes=[2, 2, 2, 2])
+    assert status == 2 and "done" not in said
+    assert "compiled: exit status 2, nothing was measured" in said
+    status, said, _ = recorded(200, outcomes=[0, 2])
+    assert status == 1 and "kernels: done, 1 rows" in said
+
+
+def test_a_part_whose_backends_are_absent_is_absent(recorded, tmp_path):
+    missing = dict.fromkeys(record._BASELINES, "torch is not installed")
+    results.save(tmp_path / "h200.json", [], missing)
+    status, said, calls = recorded(200, outcomes=[0, 0, 2, 0])
+    assert len(calls) == 4 and status == 0
+    assert "baselines: absent, torch is not installed" in said
 
 
 # ---- documents ----
@@ -790,6 +1061,79 @@ def test_cases_in_words():
     assert len(set(described.values())) == len(described)
 
 
+def test_the_second_time_the_documents_are_up_to_date(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "README.md"
+    path.write_text("<!-- measured: x -->\nold\n<!-- end of x -->\n")
+    monkeypatch.setattr(documents, "ROOT", tmp_path)
+    monkeypatch.setattr(documents, "PARTS", {(path, "x"): lambda: "new\n"})
+    assert main(["readme"]) == 0 and capsys.readouterr().out == f"rewritten: {path}\n"
+    assert main(["readme"]) == 0 and capsys.readouterr().out == "up to date\n"
+
+
+def figures(monkeypatch, tmp_path, name, rows):
+    """Lets the documents show rows with the fields that all have."""
+    common = dict.fromkeys(results.FIELDS) | {"device": "NVIDIA H200", "date": "2026-11-29T"}
+    common |= {"read_tbps": 4.4, "fp8_tflops": 1400.0, "driver": "1", "jax": "1", "torch": "1"}
+    path = tmp_path / f"{name}.json"
+    results.save(path, [common | made for made in rows])
+    monkeypatch.setattr(documents, name, path)
+
+
+def test_tables_show_what_there_is_and_how_it_was_taken(monkeypatch, tmp_path):
+    graphed = {"floor_us": 10.0, "timing": "graph"}
+    jitted = graphed | {"timing": "jit"}
+    measured = [
+        row("d-b1-1m-w4", median=12.0) | graphed,
+        row("d-b8-128k-w4", median=20.0) | jitted,
+        row("d-b8-128k-w4", backend="torch", precision="fast", median=99.0) | graphed,
+        row("d-b8-128k-w4", backend="xla", median=77.0) | jitted,
+        row("p-8k-w4", precision="fast", median=33.0) | graphed,
+        row("p-8k-w4", "fused-local", precision="fast", median=29.0) | graphed,
+        row("p-8k-w4", precision="exact", median=500.0) | graphed,
+        row("p-8k-w2", precision="fast", median=33.0) | graphed,
+        row("select-t32-k1024", "select", median=3.9) | graphed,
+        row("merge-t32-w4", "merge", median=1.5) | graphed,
+    ]
+    figures(monkeypatch, tmp_path, "RESULTS", measured)
+    figures(monkeypatch, tmp_path, "PAIR", [])
+    said = documents.performance()
+    assert "| XLA | torch |\n" in said and "torch.compile" not in said
+    assert "| **20.0** (jit) (19.9 to 20.1) | 2.00 | 77.0 | 99.0 |" in said  # XLA's is stated
+    assert "| **12.0** (11.9 to 12.1) | 1.20 | - | - |" in said
+    assert documents._MISSING in said and documents._JIT in said
+    assert "| select | 32 tokens, 1,024 blocks each |" in said and "select-t32" not in said
+    (targets,) = re.findall(r"Of 6 targets, 3 are met; missed: (.*)\.\n", said)
+    assert targets == (
+        "8 x 128K keys, W 4 (2.000 x, target 1.75 x); "
+        "8,192 tokens ending at 8K, W 2 (3.300 x, target 2.20 x); "
+        "select of 32 tokens, 1,024 blocks each (3.90 us, target 3.8 us)"
+    )
+
+
+def test_what_the_exchange_costs_follows_from_the_rows(monkeypatch, tmp_path):
+    case, device = "d-b32-32k-w2", {"device": "NVIDIA H200 x2", "fp8_tflops": 1000.0}
+    added = {"nccl": 10.0, "one-sided-legacy": 5.0, "one-sided-tagged": 2.0}
+    pair = [
+        row(case, stage, name, median=20.0 + us) | device | {"added_us": us}
+        for stage in ("exchange", "chain")
+        for name, us in added.items()
+    ]
+    figures(monkeypatch, tmp_path, "PAIR", pair)
+    one = [row(case, stage, median=us) for stage, us in (("local", 20.0), ("chain", 21.0))]
+    figures(monkeypatch, tmp_path, "RESULTS", one)
+    said = documents.exchange()
+    assert "one-sided, flags" in said and "| chain | 10.0 to 10.0 | 5.00 to 5.00 |" in said
+    assert "at 1,000 TFLOP/s" in said and "at 1,400, which was not explained" in said
+    assert "0.57 ms, 0.28 ms and 0.11 ms a decode step" in documents.layers()
+    said = documents.break_even()
+    keys = 11e-6 * 4.4e12 / 64 / 1e6
+    assert f"| 10.0 + 1.00 us: NCCL, and the merge | B n = {keys:.2f} M keys |" in said
+    assert "if its exchange took as long as that of two" in said
+    figures(monkeypatch, tmp_path / "none", "PAIR", [])
+    for part in (documents.exchange, documents.layers, documents.break_even):
+        assert part() == "\nNot measured yet.\n\n"
+
+
 # ---- whole runs ----
 
 
@@ -817,50 +1161,47 @@ def test_quick_run(quick):
 def test_out_of_time_is_said(tmp_path):
     out = tmp_path / "r.json"
     done = run_cli("--quick", "--budget-seconds", "1", "--out", out)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 2, done.stderr
+    assert "nothing was measured" in done.stdout
     assert "left out, out of time: quick-decode score" in done.stdout
     assert results.load(out) == []
 
 
-def test_only_what_is_absent_was_asked_for(tmp_path):
-    from benchmarks import run as bench
-
-    options = bench.Options(backends=("vllm",), out=tmp_path / "r.json")
+def test_only_what_is_absent_was_asked_for(tmp_path, capsys):
+    asked = bench.Options(backends=("vllm",), out=tmp_path / "r.json")
     machine = bench.Machine()
     machine.baselines, machine.absent = {}, {"vllm": "not here", "torch": "not here either"}
-    assert bench.Runner(options, machine, bench.items(options, machine)).run() == 0
-    assert results.absent(options.out) == {"vllm": "not here"}
+    assert bench.Runner(asked, machine, bench.items(asked, machine)).run() == 2
+    assert results.absent(asked.out) == {"vllm": "not here"}
+    assert "absent: vllm (not here)" in capsys.readouterr().out
 
 
 def test_a_failing_peer_is_absent_with_its_reason(tmp_path, monkeypatch):
-    from benchmarks import run as bench
     from benchmarks.baselines import Baseline
 
     def prepare(case):
         raise NotImplementedError("planted")
 
-    options = bench.Options(backends=("vllm", "xla"), out=tmp_path / "r.json")
+    asked = bench.Options(backends=("vllm", "xla"), out=tmp_path / "r.json")
     machine = bench.Machine()
     machine.absent = {}
     machine.baselines = {"vllm": Baseline("vllm", prepare, rotates=True, exact=False)}
     case = Decode("d", (700,), 4)
-    wanted = [bench.Item(case, "local", name, "exact") for name in options.backends]
-    assert bench.Runner(options, machine, wanted).run() == 1
-    (kept,) = results.load(options.out)
+    wanted = [bench.Item(case, "local", name, "exact") for name in asked.backends]
+    assert bench.Runner(asked, machine, wanted).run() == 1
+    (kept,) = results.load(asked.out)
     assert kept["backend"] == "xla"
-    assert results.absent(options.out) == {"vllm": "fails: NotImplementedError: planted"}
+    assert results.absent(asked.out) == {"vllm": "fails: NotImplementedError: planted"}
 
 
 def test_one_failing_case_does_not_stop_the_others(tmp_path, monkeypatch):
-    from benchmarks import run as bench
-
     def broken(case, *_):
         raise check.Mismatch("planted")
 
     monkeypatch.setattr(bench.check, "check_rows", broken)
-    options = bench.Options(quick=True, cases="*-t8-*", backends=("xla",), out=tmp_path / "r.json")
+    asked = bench.Options(quick=True, cases="*-t8-*", backends=("xla",), out=tmp_path / "r.json")
     machine = bench.Machine()
-    assert bench.Runner(options, machine, bench.items(options, machine)).run() == 1
+    assert bench.Runner(asked, machine, bench.items(asked, machine)).run() == 1
     (kept,) = results.load(tmp_path / "r.json")
     assert kept["case"] == "merge-t8-w4"
 
@@ -870,7 +1211,8 @@ def test_plot(tmp_path):
     from benchmarks.plot import plot
 
     rows = [
-        row(name, median=floor * ask) | {"floor_us": floor} for name, (floor, ask) in FLOORS.items()
+        row(name, median=floor * target) | {"floor_us": floor}
+        for name, (floor, target) in FLOORS.items()
     ]
     results.save(tmp_path / "r.json", rows)
     for path in plot(tmp_path / "r.json"):
@@ -897,12 +1239,15 @@ def test_plot_of_baselines_and_of_a_sweep(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_asks_are_judged():
-    from benchmarks.report import ask_of
-
+def test_targets_are_judged():
+    target_of = report.target_of
     made = row("d-b32-128k-w4", median=37.0) | {"floor_us": 30.5}
-    assert ask_of(made) == "1.18 x MISSED"
-    assert ask_of(made | {"median_us": 35.9}) == "1.18 x met"
-    assert ask_of(made | {"backend": "xla"}) == ""
+    assert str(target_of(made)) == "1.18 x MISSED"
+    assert str(target_of(made | {"median_us": 35.9})) == "1.18 x met"
+    assert target_of(made | {"backend": "xla"}) is None
+    assert target_of(row("merge-t256-w4", stage="merge")) is None
     alone = row("select-t32-k1024", stage="select", median=3.9) | {"floor_us": 0.1}
-    assert ask_of(alone) == "3.8 us MISSED"
+    assert str(target_of(alone)) == "3.8 us MISSED"
+    prefill = row("p-8k-w4", precision="fast", median=30.0) | {"floor_us": 6.0}
+    assert str(target_of(prefill)) == "3.00 x MISSED"
+    assert target_of(prefill | {"precision": "exact"}) is None  # it is for the usual precision

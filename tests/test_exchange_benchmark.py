@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
-
-pytest.importorskip("torch", reason="torch is not installed (extra torch)")
 
 from benchmarks import exchange, results
 from benchmarks.cases import DECODE
@@ -33,8 +33,11 @@ def test_every_decode_case_runs_at_the_ranks_there_are(world_size):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_link_is_made_of_kernels_alone(world_size):
+    pytest.importorskip("torch", reason="torch is not installed (extra torch)")
+    from benchmarks.links import Kernels
+
     (case,) = exchange.cases(world_size, "d-b32-32k-*")
-    kernels = exchange.Kernels(case, Target())
+    kernels = Kernels(case, Target())
     tokens, heads = case.tokens, case.heads_per_rank
     shapes = {name: words(*shape) for name, shape in comm_shapes(world_size, tokens).items()}
     plane = jax.ShapeDtypeStruct((tokens, 4, case.columns), jnp.float32)
@@ -61,6 +64,50 @@ def test_every_link_is_made_of_kernels_alone(world_size):
     for name, structs in arguments.items():
         lowered = lower(getattr(kernels, f"_{name}"), *structs)
         assert len(lowered.steps) == 1, name  # one kernel, no fill, no copy
+
+
+def test_help_takes_no_torch(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SystemExit) as ended:
+        exchange.main(["--help"])
+    assert ended.value.code == 0 and "torchrun --nproc-per-node 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("missing", ["jax", "torch"])
+def test_a_python_without_what_it_takes_is_told_so(missing, monkeypatch, capsys):
+    monkeypatch.setattr(exchange.importlib.util, "find_spec", lambda name: name != missing or None)
+    assert exchange.main(["--out", "never.json"]) == 2
+    said = capsys.readouterr().err
+    assert f"no {missing}" in said and "make bench CUDA=13" in said and said.count("\n") == 1
+
+
+def fake_torch(monkeypatch, gpus):
+    torch = types.SimpleNamespace(cuda=types.SimpleNamespace(device_count=lambda: gpus))
+    monkeypatch.setattr(exchange.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    for name in ("LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_too_few_gpus_are_said(gpus, monkeypatch, capsys):
+    fake_torch(monkeypatch, gpus)
+    assert exchange.main(["--out", "never.json"]) == 2
+    assert f"two Hopper GPUs of one host, torch sees {gpus}" in capsys.readouterr().err
+
+
+def test_it_is_started_with_torchrun_on_cases_that_there_are(monkeypatch, capsys, tmp_path):
+    fake_torch(monkeypatch, 2)
+    out = ["--out", str(tmp_path / "r.json")]
+    assert exchange.main(out) == 2 and "torchrun" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert exchange.main(out) == 2 and "2 or 4 processes" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert exchange.main([*out, "--cases", "zzz"]) == 2
+    assert "d-b32-32k-w2" in capsys.readouterr().err
+    assert exchange.main(["--out", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
 
 
 def words(*shape: int) -> jax.ShapeDtypeStruct:
