@@ -107,6 +107,8 @@ def _nothing_to_run(parsed: argparse.Namespace) -> str | None:
 
 
 def _measure(parsed: argparse.Namespace) -> None:
+    # Every process sees all GPUs: none may take their memory, and torch needs some.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
     import torch
     import torch.distributed as dist

@@ -260,9 +260,9 @@ class Runner:
         """What a reader of the figures must know first."""
         if not self.machine.gpu:
             yield (
-                "on a CPU times tell no more than that everything runs, so small cases are taken "
-                "and no floor is shown; every stage is its portable definition (fused-local: a "
-                "loop far slower than score and select)"
+                "JAX sees no GPU. On a CPU times tell no more than that everything runs, so small "
+                "cases are taken and no floor is shown; every stage is its portable definition "
+                "(fused-local: a loop far slower than score and select)"
             )
         elif self.machine.without_torch:
             yield (
