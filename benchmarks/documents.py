@@ -221,7 +221,7 @@ def break_even() -> str:
     for name, added in _added_in_chain():
         cost = f"{_us(added)} + {_us(merge)} us: {name}, and the merge"
         lines.append((cost, *(_even(added + merge, world_size) for world_size in (2, 4))))
-    head = ("exchange and merge", "W = 2", "W = 4, if its exchange took as long as that of two")
+    head = ("exchange and merge", "W = 2", "W = 4, if both took as long as with two ranks")
     return (
         f"\nAt a read rate of {_READ_TBPS} TB/s, with what exchange and merge add to the chain of "
         f"{_keys_of(_EXCHANGE_CASE)}, the two are equal at so many keys "

@@ -146,7 +146,7 @@ def _run(part: Part, out: Path, commit: str | None, end: float) -> Outcome:
     status = _execute([*command, "--budget-seconds", f"{seconds:.0f}"], seconds + _GRACE_SECONDS)
     rows = sum(row not in before for row in _rows(part, out))
     if status == 0 and rows:
-        return Outcome(f"done, {rows} rows", rows)
+        return Outcome(f"{rows} rows", rows)
     if status is None:
         return Outcome(f"ended after {seconds + _GRACE_SECONDS:.0f} s, {rows} rows", rows, bad=True)
     missing = results.absent(out) if out.exists() else {}
