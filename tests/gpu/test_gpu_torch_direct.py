@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -301,13 +302,16 @@ def test_an_unwarmed_shape_inside_a_capture_says_what_to_do():
     assert (step.output == torch_inputs.OLD_WORD).all()
 
 
-def test_calls_neither_wait_nor_allocate():
-    """With fresh query tensors, too: the stream stays busy, and the counts of allocations stay."""
+@pytest.mark.parametrize("fresh", [False, True])
+def test_calls_neither_wait_nor_allocate(fresh):
+    """On known tensors and new ones: the stream stays busy, and the counts of allocations stay."""
     group = make_group(2, 128)
     ranks = OneSided(group)
     case = random_decode(LENGTHS, 2, 128)
     steps = [decode_step(plan, case) for plan in group.plans]
-    fresh = [[step.index_q.clone() for _ in range(20)] for step in steps]
+    queries = [
+        [step.index_q.clone() if fresh else step.index_q for _ in range(20)] for step in steps
+    ]
     for tagged in (False, True):
         for slot in range(3):
             ranks.decode(steps, 2, slot=slot, tagged=tagged)
@@ -320,7 +324,7 @@ def test_calls_neither_wait_nor_allocate():
     torch.cuda.set_sync_debug_mode("error")
     try:
         for call in range(20):
-            mine = [s._replace(index_q=q[call]) for s, q in zip(steps, fresh, strict=True)]
+            mine = [s._replace(index_q=q[call]) for s, q in zip(steps, queries, strict=True)]
             ranks.decode(mine, 2, slot=call, tagged=bool(call % 2))
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -385,6 +389,160 @@ def test_ten_thousand_decodes_leak_nothing(self_exchange, fresh):
 def resident_bytes() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * 4096
+
+
+# ---- one-sided decodes that come again ----
+
+
+class Repeating:
+    """A group's decode on the same tensors, again and again."""
+
+    def __init__(self, **options: Any) -> None:
+        self.group = make_group(2, 128)
+        self.ranks, self.plan = OneSided(self.group), make_plan(2, 128)
+        self.case = random_decode(LENGTHS, 2, 128)
+        self.steps = [decode_step(plan, self.case) for plan in self.group.plans]
+        self.options = {"tagged": True} | options
+
+    def call(self) -> None:
+        self.ranks.decode(self.steps, 2, **self.options)
+
+    def call_of(self, rank: int) -> None:
+        """A rank's call on the current stream."""
+        options = {"comm": self.group.comms[rank], "decode_query_len": 2, "slot": 0}
+        self.group.plans[rank].decode(*self.steps[rank], **options | self.options)
+
+    def write(self, seed: int) -> None:
+        """Another case in the same tensors."""
+        lengths = [(n * (seed + 1)) % 4500 for n in LENGTHS]
+        self.case = random_decode(lengths, 2, 128, seed=seed)
+        for plan, step in zip(self.group.plans, self.steps, strict=True):
+            for old, new in zip(step[:5], decode_step(plan, self.case)[:5], strict=True):
+                old.view(torch.uint8).copy_(new.view(torch.uint8))
+            step.output.fill_(torch_inputs.OLD_WORD)
+
+    def check(self) -> None:
+        check_output(self.plan, self.case, result(self.steps).output)
+        assert faults(self.group) == [0, 0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("tagged", [False, True])
+def test_repeats_answer_for_new_data_in_the_same_tensors(tagged, fused):
+    repeating = Repeating(tagged=tagged)
+    if fused:
+        shape = repeating.group.plans[0].decode_pool_shape()
+        repeating.options["pool"] = torch.zeros(shape, dtype=torch.uint8, device=GPU)
+    for seed in range(6):
+        repeating.write(seed)
+        repeating.call()
+        repeating.check()
+
+
+def test_repeats_on_streams_that_wait_for_one_another():
+    repeating = Repeating()
+    for seed in range(8):
+        repeating.ranks.streams = [torch.cuda.Stream() for _ in range(2)]
+        repeating.write(seed)
+        repeating.call()
+    repeating.check()
+
+
+def test_repeats_with_a_thread_for_each_rank():
+    """Legacy rows, whose flags make a rank that is ahead wait."""
+    repeating = Repeating(tagged=False)
+    repeating.call()
+    torch.cuda.synchronize()
+
+    def work(rank: int) -> None:
+        with torch.cuda.stream(repeating.ranks.streams[rank]):
+            for _ in range(200):
+                repeating.call_of(rank)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, range(2)))
+    repeating.check()
+    assert not any(comm.recv[..., 32].any() for comm in repeating.group.comms)
+
+
+def test_a_capture_of_a_decode_that_was_repeated():
+    """The call is found, and its kernels go into the capture; it repeats outside as before."""
+    repeating = Repeating()
+    for _ in range(3):
+        repeating.call()
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    for rank, (graph, stream) in enumerate(zip(graphs, repeating.ranks.streams, strict=True)):
+        with torch.cuda.graph(graph, stream=stream):
+            repeating.call_of(rank)
+    for seed in range(1, 4):
+        repeating.write(seed)
+        repeating.ranks.each(lambda rank: graphs[rank].replay())
+        repeating.check()
+        repeating.write(seed + 10)
+        repeating.call()
+        repeating.check()
+
+
+@pytest.mark.parametrize("change", ["moved", "died"])
+def test_repeats_of_tensors_that_changed(change):
+    """A new address is prepared anew, whatever of the old call still runs."""
+    repeating = Repeating()
+    for seed in range(4):
+        for _ in range(2):
+            repeating.call()
+        if change == "moved":
+            for step in repeating.steps:
+                step.index_q.set_(step.index_q.clone())
+        else:
+            repeating.steps = [
+                step._replace(index_q=step.index_q.clone(), output=step.output.clone())
+                for step in repeating.steps
+            ]
+        repeating.write(seed)
+        repeating.call()
+        repeating.check()
+
+
+def test_a_repeated_decode_may_be_forgotten_inside_a_capture():
+    repeating = Repeating()
+    for _ in range(2):
+        repeating.call()
+    torch.cuda.synchronize()
+    counter = torch.zeros(1, device=GPU)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counter.add_(1)
+        repeating.steps.clear()
+        gc.collect()
+        counter.add_(1)
+    assert not any(plan._route._calls._calls for plan in repeating.group.plans)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert counter.item() == 2
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_ten_thousand_repeats_leak_nothing(dropped):
+    """Of one call, and of calls that are prepared, repeated and forgotten."""
+    repeating = Repeating()
+
+    def work(count: int) -> None:
+        for call in range(count):
+            if dropped and call % 2 == 0:
+                repeating.steps = [
+                    step._replace(index_q=step.index_q.clone()) for step in repeating.steps
+                ]
+            repeating.call()
+        torch.cuda.synchronize()
+        gc.collect()
+
+    work(500)
+    used, resident = torch.cuda.memory_allocated(), resident_bytes()
+    work(5000)
+    assert torch.cuda.memory_allocated() == used
+    assert resident_bytes() - resident < 4 << 20
+    assert all(len(plan._route._calls._calls) <= 2 for plan in repeating.group.plans)
+    repeating.check()
 
 
 # ---- prefill ----
