@@ -35,6 +35,7 @@ sys.path.append(str(Path(__file__).parents[1] / "interop"))
 
 RANKS, PAGE_SIZE = 2, 128
 REQUESTS, CONTEXT, PAGES = 8, 8192, 512
+MAX_TOKENS = 64  # of a decode step: what the receive storage has room for
 INIT_BLOCKS, LOCAL_BLOCKS, TOPK = 1, 1, 16
 GRAPH_DECODES = 12
 _ROUNDS, _CALLS = 50, 20
@@ -79,7 +80,7 @@ class _Ranks:
                 page_size=PAGE_SIZE,
                 init_blocks=INIT_BLOCKS,
                 local_blocks=LOCAL_BLOCKS,
-                max_decode_tokens=REQUESTS,
+                max_decode_tokens=MAX_TOKENS,
                 max_decode_query_len=1,
                 max_num_batched_tokens=REQUESTS,
                 max_num_seqs=REQUESTS,
@@ -122,7 +123,8 @@ class _Ranks:
     def _step(self, plan: Any) -> list[Any]:
         rows = PAGE_SIZE // RANKS
         keys = self._keys[:, plan.rank * rows : (plan.rank + 1) * rows].contiguous()
-        scores = self._torch.empty(plan.decode_score_shape(), device=self._device)
+        shape = (REQUESTS, *plan.decode_score_shape()[1:])
+        scores = self._torch.empty(shape, device=self._device)
         output = self._torch.zeros(
             (REQUESTS, 4 // RANKS, TOPK), dtype=self._torch.int32, device=self._device
         )
@@ -137,7 +139,10 @@ class _Ranks:
 
     def eager(self, *, fresh: bool) -> Times:
         """A call of every rank; `fresh` brings a query tensor of its own to every call."""
-        queries = [self._query.clone() for _ in range(_CALLS)] if fresh else [self._query] * _CALLS
+        queries = [self._query] * _CALLS
+
+        def renew() -> None:
+            queries[:] = [self._query.clone() for _ in queries]
 
         def call(number: int) -> None:
             for rank, stream in enumerate(self._streams):
@@ -151,7 +156,7 @@ class _Ranks:
         if self._plans[0].route == "direct":  # without an exchange there is no answer
             self._check()
         overhead = _times(self._switch_streams, self._torch.cuda.synchronize, RANKS)
-        found = _times(call, self._torch.cuda.synchronize, RANKS)
+        found = _times(call, self._torch.cuda.synchronize, RANKS, renew if fresh else _nothing)
         return Times(tuple(x - overhead.median for x in found.us), found.method)
 
     def graph(self) -> Times:
@@ -216,12 +221,22 @@ class _Ranks:
             raise RuntimeError(f"the ranks chose other blocks, or counted faults: {faults}")
 
 
-def _times(call: Callable[[int], Any], synchronize: Callable[[], Any], each: int) -> Times:
+def _nothing() -> None:
+    """What most cases do before a round."""
+
+
+def _times(
+    call: Callable[[int], Any],
+    synchronize: Callable[[], Any],
+    each: int,
+    before: Callable[[], None] = _nothing,
+) -> Times:
     """Host microseconds of `_ROUNDS` rounds of calls that count `each`-fold."""
     for number in range(_CALLS):
         call(number)
     found = []
     for _ in range(_ROUNDS):
+        before()
         synchronize()
         start = time.perf_counter()
         for number in range(_CALLS):
