@@ -192,7 +192,9 @@ def _in_lanes(piece: Any, facts: Publish, *refs: Any) -> None:
     def run(_: Any, *arguments: Any) -> None:
         *refs, token = arguments
         rows, bases, rank, slot, counters, shared = (Words.of(ref) for ref in refs)
-        row = _Row(facts, bases, rank.load(), load_fresh(slot), lanes.scalar(token))
+        # Before the wait for the preceding kernels either may hold anything: both stay in range.
+        source = load_fresh(rank) & (facts.world_size - 1)
+        row = _Row(facts, bases, source, load_fresh(slot), lanes.scalar(token))
         piece(row, rows, counters, shared)
 
     run(*refs, lax.axis_index(CTA))
