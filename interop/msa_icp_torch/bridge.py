@@ -45,15 +45,18 @@ def check_tensor(
     contiguous: bool = True,
 ) -> None:
     """Raises, naming the argument, unless `value` can cross; a shape entry None allows any size."""
-    want = f"{name} must be a {dtype} tensor of shape [{_sizes(shape)}] on {device}"
+
+    def want() -> str:
+        return f"{name} must be a {dtype} tensor of shape [{_sizes(shape)}] on {device}"
+
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{want}, got {type(value).__name__}")
+        raise TypeError(f"{want()}, got {type(value).__name__}")
     if value.layout != torch.strided:
-        raise TypeError(f"{want}, got layout {value.layout}")
+        raise TypeError(f"{want()}, got layout {value.layout}")
     if value.dtype != dtype:
-        raise TypeError(f"{want}, got {value.dtype}")
+        raise TypeError(f"{want()}, got {value.dtype}")
     if value.device != device:
-        raise TypeError(f"{want}, got one on {value.device}")
+        raise TypeError(f"{want()}, got one on {value.device}")
     if value.requires_grad:
         raise TypeError(f"{name} must not require grad; pass {name}.detach()")
     if value.is_conj() or value.is_neg():
@@ -61,14 +64,14 @@ def check_tensor(
             f"{name} must not carry a conjugate or negative bit; resolve it with "
             "resolve_conj() or resolve_neg()"
         )
-    fits = len(shape) == value.ndim and all(
-        size is None or (have >= size.size if isinstance(size, AtLeast) else have == size)
-        for have, size in zip(value.shape, shape, strict=True)
-    )
-    if not fits:
-        raise ValueError(f"{want}, got shape {list(value.shape)}")
+    if value.ndim != len(shape) or not all(map(_fits, value.shape, shape)):
+        raise ValueError(f"{want()}, got shape {list(value.shape)}")
     if contiguous and not value.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tuple(value.stride())}")
+
+
+def _fits(have: int, size: int | AtLeast | None) -> bool:
+    return have == size or size is None or (isinstance(size, AtLeast) and have >= size.size)
 
 
 def check_apart(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
