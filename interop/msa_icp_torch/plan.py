@@ -56,8 +56,8 @@ def prepare_msa_icp_indexer(
       backend: "auto" (Mosaic kernels on Hopper, else XLA), "mosaic" or "xla".
       precision: "auto" (decode exact, prefill fast), "exact" or "fast"; it matters on Mosaic only.
       route: how kernels are launched: "direct" (on torch's current stream, without the JAX runtime;
-        Hopper and Mosaic only; not yet proven on a GPU, see docs/torch.md), "dlpack" (jitted JAX
-        programs) or "auto" (dlpack).
+        Hopper and Mosaic only), "dlpack" (jitted JAX programs) or "auto" (direct where it exists,
+        else dlpack; a Hopper GPU that has to do without warns once).
       group: the process group of the exchange; None is the default group.
       spin_limit: looks at a row before a wait of the one-sided transport gives up, >= 1.
 

@@ -1,4 +1,4 @@
-"""Choice of the route: direct launches (on Hopper) or jitted JAX programs."""
+"""Choice of the route: direct launches on Hopper, jitted JAX programs elsewhere."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from msa_icp_jax import checks
 from msa_icp_jax.backend import BACKENDS
 
 ROUTES = ("auto", "dlpack", "direct")
-# What "auto" takes there: "direct" once its tests have passed on a GPU as it is now.
-AUTO_ON_HOPPER = "dlpack"
+AUTO_ON_HOPPER = "direct"  # what "auto" takes there
 
 
 def choose_route(route: str, backend: str, device: torch.device) -> str:
