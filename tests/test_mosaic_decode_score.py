@@ -19,6 +19,7 @@ from lane_simulator import Lane
 
 from msa_icp_jax.ops._mosaic import mma, work_balance
 from msa_icp_jax.ops._mosaic.launch import Target, ctas_per_sm
+from msa_icp_jax.ops._mosaic.long_rows import TEAM_WORDS, WARPS
 from msa_icp_jax.ops._mosaic.work_balance import Batch, Grid
 from msa_icp_jax.ops.decode_score import mosaic
 
@@ -206,10 +207,10 @@ def _check_rows(case: Case, columns: int, tagged: bool) -> None:
 
 
 @pytest.mark.parametrize("late", [0, 5])
-@pytest.mark.parametrize("total", [0, 1, 7, 8, 9, 97, 98, 524288])
+@pytest.mark.parametrize("total", [0, 1, 7, 8, 9, 69, 70, 524288])
 def test_parts_cover_everything_once(total, late):
     grid = Grid(resident=7, late=late)
-    assert grid.late_from == 98
+    assert grid.late_from == 70
     parts = [_part(total, cta, grid) for cta in range(grid.ctas)]
     at = 0
     for start, steps in parts:
@@ -243,11 +244,36 @@ def test_grid_fills_the_gpu():
     assert ctas_per_sm(300_000) == 1
 
 
-def _grid(requests: int, columns: int) -> Grid:
+def test_select_starts_with_the_scorer_only_where_it_fits():
+    assert _select_fits(requests=128, columns=128)
+    assert _select_fits(requests=32, columns=128, tokens=4)
+    assert not _select_fits(requests=128, columns=264)  # rows that take more registers
+    assert not _select_fits(requests=32, columns=128)  # few tokens
+    assert not _select_fits(requests=133, columns=128)  # more than one on an SM
+    assert not _select_fits(requests=132, columns=256)  # late CTAs
+    assert not _select_fits(requests=128, columns=128, rows=64)  # no shared memory left
+    assert not _select_fits(requests=64, columns=128, tokens=2)  # likewise
+
+
+def _select_fits(requests: int, columns: int, rows: int = 32, tokens: int = 1) -> bool:
+    batch, scratch = _sizes(requests, columns, rows, tokens)
+    grid, target = _grid(requests, columns, rows, tokens), Target(sms=132)
+    found = mosaic._select_fits(batch, grid, scratch, requests * tokens, target)
+    kept = 1 << 10  # by the system, of each CTA
+    taken = mosaic._resident(scratch, target) * (mosaic._shared_bytes(scratch) + kept)
+    assert not found or taken + 4 * WARPS * TEAM_WORDS + kept <= 228 << 10
+    return found
+
+
+def _grid(requests: int, columns: int, rows: int = 32, tokens: int = 1) -> Grid:
+    return mosaic._grid(*_sizes(requests, columns, rows, tokens), Target(sms=132))
+
+
+def _sizes(requests: int, columns: int, rows: int, tokens: int) -> tuple[Batch, dict[str, Any]]:
     batch = Batch(requests, page_size=128, columns=columns)
-    ring = mma.PageRing(batch, 1024, 1000, 32, 0, 32, stages=2, interpret=False)
-    scratch = {**ring.scratch(), **mma.Scorer(ring, tokens=1, world_size=4).scratch()}
-    return mosaic._grid(batch, scratch, Target(sms=132))
+    ring = mma.PageRing(batch, 1024, 1000, rows, 0, rows, stages=2, interpret=False)
+    scratch = mma.Scorer(ring, tokens, world_size=4).scratch()
+    return batch, {**ring.scratch(), **scratch, **batch.scratch()}
 
 
 def test_shares_name_requests_of_the_batch(monkeypatch):

@@ -116,7 +116,7 @@ class PageRing:
         return read(table, share, self)
 
     def prefetch(
-        self, keys: Any, query: Any, ids: jax.Array, share: Share, rows: int, steps: int
+        self, keys: Any, query: Any, ids: jax.Array, share: Share, rows: int, steps: Any
     ) -> None:
         """Asks the second-level cache for the pages of `steps` steps and the `rows` query rows."""
         if not self.interpret:
@@ -197,11 +197,12 @@ def _prefetch_inline(
     ids: jax.Array,
     share: Share,
     rows: int,
-    ahead: int,
+    ahead: Any,
     ring: PageRing,
 ) -> None:
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), PER_THREAD, _SCALAR, _SCALAR))
-    def prefetch(_: Any, keys: Any, query: Any, ids: Any, request: Any, steps: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), PER_THREAD, *[_SCALAR] * 3))
+    def prefetch(_: Any, keys: Any, query: Any, ids: Any, *scalars: Any) -> None:
+        request, steps, ahead = (lanes.scalar(x) for x in scalars)
         page_id, thread = of_thread(ids), lanes.thread()
         with when((thread < ahead * STEP_PAGES) & (page_id >= 0)):
             lanes.ptx(
@@ -210,11 +211,11 @@ def _prefetch_inline(
                 int32(2 * ring.half_bytes),
                 lanes.constant(_KEEP_SHORTLY, lanes.i64()),
             )
-        with when((thread < rows) & (lanes.scalar(steps) > 0)):
-            row = Words.of(query) + (lanes.scalar(request) * rows + thread) * (HEAD_DIM // 4)
+        with when((thread < rows) & (steps > 0)):
+            row = Words.of(query) + (request * rows + thread) * (HEAD_DIM // 4)
             lanes.ptx("prefetch.global.L2 [$0];", Lane(row.pointer))
 
-    prefetch(keys, query, ids, share.request, share.steps)
+    prefetch(keys, query, ids, share.request, share.steps, ahead)
 
 
 def _keep_ids_stock(page_ids: Any, ids: jax.Array, count: Any) -> None:

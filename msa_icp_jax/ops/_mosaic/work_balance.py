@@ -31,7 +31,7 @@ from msa_icp_jax.ops._mosaic.launch import CTA
 
 STEP_PAGES = 4
 WARP = 32
-LATE_FROM = 14  # steps a CTA: from here on late CTAs gain more than they cost
+LATE_FROM = 10  # steps a CTA: from here on late CTAs gain more than they cost
 _LATE_SHIFT = 3  # they take an eighth of all steps then
 _SCALAR = plgpu.Layout.WG_SPLAT
 PER_THREAD = plgpu.Layout.WG_STRIDED((4 * WARP,), vec_size=1)

@@ -9,8 +9,9 @@ decode adds to short lists (`lists`), while copies of the next segment are alrea
 
 Under programmatic dependent launch a CTA starts while the kernel before it still runs. Until that
 has ended it takes nothing but hints (see `page_ring`), and reads everything again afterwards.
-Registers are counted: 88 of a thread, at 32 rows a page and up to 2 query tokens, let five CTAs and
-one of the select fit an SM, so that the select can wait beside the scorer without taking its place.
+Registers are counted: 88 of a thread, at 32 rows a page and up to 2 query tokens, let five CTAs fit
+an SM and beside them one of a select of short rows, which may then start with the scorer
+(`_select_fits`).
 """
 
 from __future__ import annotations
@@ -59,9 +60,14 @@ from msa_icp_jax.rows import ROW_WORDS, TAGGED_WORDS
 
 _STAGES = {32: 2, 64: 2, 128: 1}  # slots of a warp, by key rows of a page
 # Steps of a CTA whose pages it asks the second-level cache for while the kernel before it ends.
-# More of them get in that kernel's way. Where late CTAs follow, there is enough to do for more.
+# More of them get in that kernel's way, which pays only where a CTA has many.
 _PREFETCHED = 1
-_PREFETCHED_BEFORE_LATE = 2
+_PREFETCHED_OF_MANY = 2
+_MANY_STEPS = 12
+# Up to so many columns a CTA of the select takes 56 registers of a thread: with this shared memory
+# (and what the system keeps) it fits wherever the scorer leaves that much.
+_SHORT_ROWS = 256
+_SELECT_BYTES = round_up(4 * WARPS * TEAM_WORDS, 1 << 10) + (1 << 10)
 _FEW_TOKENS = 16  # up to here their lists may be long: four warps share one
 _SCALAR = plgpu.Layout.WG_SPLAT
 
@@ -112,8 +118,9 @@ def decode_scores(
     scratch = {**ring.scratch(), **scorer.scratch(), **batch.scratch()}
     grid = _grid(batch, scratch, target)
     scores = writable(score_out)
+    early = _select_fits(batch, grid, scratch, requests * decode_query_len, target)
     launch(
-        functools.partial(_kernel, scorer=scorer, grid=grid, pdl=enable_pdl),
+        functools.partial(_kernel, scorer=scorer, grid=grid, pdl=enable_pdl, early=early),
         name="decode_scores",
         target=target,
         grid=(grid.ctas,),
@@ -314,8 +321,29 @@ def _resident(scratch: dict[str, Any], target: Target) -> int:
     """CTAs an SM holds; in interpret mode, which has no SMs, one."""
     if target.interpret:
         return 1
+    return ctas_per_sm(_shared_bytes(scratch))
+
+
+def _shared_bytes(scratch: dict[str, Any]) -> int:
     used = (ref.dtype.itemsize * math.prod(ref.shape) for ref in scratch.values())
-    return ctas_per_sm(sum(round_up(size, 1024) for size in used))
+    return sum(round_up(size, 1 << 10) for size in used)
+
+
+def _select_fits(
+    batch: Batch, grid: Grid, scratch: dict[str, Any], tokens: int, target: Target
+) -> bool:
+    """Whether the CTAs of a select of this plane, one a token, all fit beside the resident ones.
+
+    The next kernels may then start early: the select takes no CTA's place, and the kernel behind it
+    comes in as these CTAs end. Otherwise, or with late CTAs still to come, that holds these up. The
+    select of a few tokens is ready in time anyway.
+    """
+    if target.interpret or grid.late or batch.columns > _SHORT_ROWS:
+        return False
+    if not target.sms // 4 <= tokens <= target.sms:
+        return False
+    used, resident = _shared_bytes(scratch), _resident(scratch, target)
+    return ctas_per_sm(used + cdiv(_SELECT_BYTES, resident)) == resident
 
 
 def _kernel(
@@ -328,14 +356,18 @@ def _kernel(
     scorer: Scorer,
     grid: Grid,
     pdl: bool,
+    early: bool = False,
     lists: Lists | None = None,
     **scratch: Any,
 ) -> None:
     """Scores the batch: into the plane `others`, or with `lists` into lists.
 
-    `others` are then the visible blocks of the tokens and the memory of the lists.
+    `others` are then the visible blocks of the tokens and the memory of the lists. `early` says to
+    let the next kernel start at once, see `_select_fits`.
     """
     ring = scorer.ring
+    if pdl and early:
+        plgpu.griddepcontrol_launch_dependents()
     if lists:
         lists_of.start(scratch, lists, ring.interpret)
     ring.start(scratch["arrived"])
@@ -381,7 +413,7 @@ def _kernel(
         @pl.loop(0, steps)
         def _(number: Any) -> None:
             ahead = number + ring.stages
-            if pdl and not ring.interpret:
+            if pdl and not early and not ring.interpret:
                 # When all copies are under way: earlier, the next kernel would be in the way.
                 @pl.when(ahead >= to_copy)
                 def _() -> None:
@@ -476,18 +508,19 @@ def _start_dependent(
     """
     ring = scorer.ring
 
-    def find() -> Share:
+    def hint() -> Share:
         values = read_lengths(lengths, ring.batch, ring.interpret)
-        return find_share(values, ring.batch, grid, ring.interpret)
+        share = find_share(values, ring.batch, grid, ring.interpret)
+        ids = ring.read_ids(table, share)
+        ahead = jnp.where(share.steps >= _MANY_STEPS, _PREFETCHED_OF_MANY, _PREFETCHED)
+        ring.prefetch(keys, query, ids, share, scorer.query_rows, ahead)
+        return share
 
     def nothing() -> Share:
         return Share(*[jnp.int32(0)] * 4)
 
     # Late CTAs find the wait over.
-    guess = lax.cond(lax.axis_index(CTA) < grid.resident, find, nothing) if grid.late else find()
-    ids = ring.read_ids(table, guess)
-    ahead = _PREFETCHED_BEFORE_LATE if grid.late else _PREFETCHED
-    ring.prefetch(keys, query, ids, guess, scorer.query_rows, ahead)
+    guess = lax.cond(lax.axis_index(CTA) < grid.resident, hint, nothing) if grid.late else hint()
     if not ring.interpret:
         plgpu.griddepcontrol_wait()
     copied = jnp.minimum(_segment_steps(guess, ring.batch), ring.stages)
@@ -502,6 +535,7 @@ def _start_dependent(
     ring.keep_ids(scratch["page_ids"], ids, jnp.int32(0))
     scorer.keep_queries(scratch["queries"], words)
     changed = functools.reduce(jnp.logical_or, (a != b for a, b in zip(guess, share, strict=True)))
+    changed &= (share.steps > 0) | (copied > 0)  # or there is nothing to put right
 
     def again() -> Any:
         ring.drop_first(scratch["arrived"], copied)
