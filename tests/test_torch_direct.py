@@ -132,32 +132,119 @@ def test_decode_launches_score_select_publish_and_merge(launched):
     assert step.output.data_ptr() in merge
 
 
-def test_decode_again_is_found_and_new_tensors_are_not(launched, monkeypatch):
-    plan = prepare()
-    step, comm = decode_step(plan, random_decode(LENGTHS, 2, 128)), plan.init_comm()
-    set_bases(plan, comm)
+class Checked:
+    """A plan's decode in two slots, and how many calls went through all checks."""
 
-    def call(step: Any, slot: int = 0) -> None:
-        plan.decode(*step, comm=comm, slot=slot, tagged=False, decode_query_len=2)
+    def __init__(self, plan: Any, monkeypatch: Any, **options: Any) -> None:
+        self.plan, self.comm, self.count = plan, plan.init_comm(), 0
+        self.step = decode_step(plan, random_decode(LENGTHS, 2, 128))
+        self.options = {"slot": 0, "tagged": False, "decode_query_len": 2} | options
+        stock = plan._check_decode
 
-    call(step)
-    checked = []
-    stock = plan._check_decode
-    monkeypatch.setattr(plan, "_check_decode", lambda *a: checked.append(a) or stock(*a))
-    call(step, slot=3)
-    assert not checked
-    assert launched.kernels[:4] == launched.kernels[4:]
-    other = step._replace(index_q=step.index_q.clone())
-    call(other)
-    assert len(checked) == 1
-    assert launched.kernels[8][1] == other.index_q.data_ptr()
-    step.index_q.set_(other.index_q)  # the same object elsewhere
-    call(step)
-    assert len(checked) == 2
-    assert launched.kernels[-4][1] == other.index_q.data_ptr()
-    comm.recv_bases[1] += 4096  # another peer
-    call(step)
-    assert len(checked) == 3
+        def checked(*arguments: Any) -> Any:
+            self.count += 1
+            return stock(*arguments)
+
+        monkeypatch.setattr(plan, "_check_decode", checked)
+
+    def call(self, **changes: Any) -> None:
+        options = {name: changes.pop(name) for name in ("slot", "pool") if name in changes}
+        step = self.step._replace(**changes)
+        self.plan.decode(*step, comm=self.comm, **self.options | options)
+
+
+INPUTS = ("index_q", "block_table", "seq_lens", "num_valid_pages")
+
+
+@pytest.mark.parametrize("one_sided", [False, True])
+@pytest.mark.parametrize("tagged", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_another_decode_like_it_is_launched_as_if_it_were_the_first(
+    launched, monkeypatch, fused, tagged, one_sided
+):
+    """With every tensor exchanged alone, and all at once: the addresses of a call of its own."""
+    mine, fresh = (Checked(prepare(), monkeypatch, tagged=tagged) for _ in range(2))
+    fresh.plan._route = mine.plan._route  # the same programs and scratch
+    fresh.comm = mine.comm
+    if one_sided:
+        set_bases(mine.plan, mine.comm)
+    names = [*INPUTS, "output"] if fused else [*INPUTS, "scores", "output"]
+    shape = mine.plan.decode_pool_shape()
+    pools = [torch.zeros(shape, dtype=torch.uint8) if fused else None for _ in range(2)]
+    mine.call(pool=pools[0])
+    length = len(launched.kernels)
+    mine.call(slot=3, pool=pools[1])
+    assert launched.kernels[length:] == launched.kernels[:length]
+    for changed in (*([name] for name in names), names, [], names[:1]):
+        tensors = {name: getattr(mine.step, name).clone() for name in changed}
+        launched.kernels.clear()
+        mine.call(**tensors, pool=pools[0])
+        assert mine.count == 1
+        mine.plan._route._calls, kept = RememberedCalls(9), mine.plan._route._calls
+        fresh.step = mine.step
+        fresh.call(**tensors, pool=pools[0])
+        mine.plan._route._calls = kept
+        assert launched.kernels[:length] == launched.kernels[length:]
+
+
+def test_what_may_not_be_exchanged_is_checked(launched, monkeypatch):
+    mine = Checked(prepare(), monkeypatch)
+    set_bases(mine.plan, mine.comm)
+    step = mine.step
+    mine.call()
+    mine.call(index_k=step.index_k.clone())
+    assert mine.count == 2
+    mine.call(output=step.output[:-1].clone())  # another shape
+    assert mine.count == 3
+    mine.call()
+    assert mine.count == 3
+    mine.comm.recv_bases[1] += 4096  # another peer
+    mine.call()
+    assert mine.count == 4
+    step.index_q.set_(step.index_q.clone())  # the same object elsewhere
+    mine.call()
+    assert mine.count == 4
+    assert launched.kernels[-4][1] == step.index_q.data_ptr()
+    step.index_k.set_(step.index_k.clone())
+    mine.call()
+    assert mine.count == 5
+    assert launched.kernels[-4][2] == step.index_k.data_ptr()
+    launches = len(launched.kernels)
+    odd = torch.zeros(step.seq_lens.numel() + 1, dtype=torch.int32)[1:]
+    inside = step.output.view(-1)[: step.seq_lens.numel()]
+    in_comm = mine.comm.tagged_recv.view(torch.int32).view(-1)[: step.output.numel()]
+    for bad, match in (
+        ({"seq_lens": odd}, "seq_lens must start at a multiple of 16 bytes"),
+        ({"seq_lens": step.seq_lens.float()}, "seq_lens must be a torch.int32 tensor"),
+        ({"seq_lens": inside}, "output is written and must not overlap seq_lens"),
+        ({"seq_lens": None}, "seq_lens must be a torch.int32 tensor"),
+        ({"seq_lens": step.seq_lens.numpy()}, "seq_lens must be a torch.int32 tensor"),
+        ({"index_q": step.index_q.transpose(0, 1).contiguous().transpose(0, 1)}, "contiguous"),
+        ({"scores": None}, "scores must be"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=match):
+            mine.call(**bad)
+    assert len(launched.kernels) == launches
+    assert mine.count == 12
+    mine.call(output=in_comm.view(step.output.shape))  # of the other form of rows
+    assert mine.count == 13
+
+
+def test_tensors_that_share_an_address_are_not_exchanged(launched, monkeypatch):
+    mine = Checked(prepare(), monkeypatch, decode_query_len=1)
+    mine.step = decode_step(mine.plan, random_decode(LENGTHS, 1, 128))
+    set_bases(mine.plan, mine.comm)
+    shared = {"num_valid_pages": mine.step.seq_lens}
+    mine.call(**shared)
+    mine.call(**shared)
+    assert mine.count == 1
+    mine.call()
+    assert mine.count == 2
+    score, select, _, merge = launched.kernels[-4:]
+    assert mine.step.seq_lens.data_ptr() in score
+    for kernel in (select, merge):
+        assert mine.step.num_valid_pages.data_ptr() in kernel
+        assert mine.step.seq_lens.data_ptr() not in kernel
 
 
 @pytest.mark.parametrize(("world_size", "page_size"), [(2, 128), (4, 256)])
@@ -226,20 +313,23 @@ def test_remembered_calls_are_bounded(comm):
     calls = RememberedCalls(3)
     kept = [torch.zeros(1) for _ in range(10)]
     for tensor in kept:
-        calls.remember((tensor, kept[0], None, comm), (2,), lambda: None)
+        calls.remember((kept[0], tensor, None, comm), (2,), [], False)
         assert len(calls._calls) <= 3
-    owners = (kept[-1], kept[0], None, comm)
+    owners = (kept[0], kept[-1], None, comm)
     assert calls.find(owners, (2,)) is not None
     assert calls.find(owners, (1,)) is None
-    assert calls.find((kept[-1], None, kept[0], comm), (2,)) is None
+    assert calls.find((None, kept[-1], kept[0], comm), (2,)) is None
+    assert calls.find((7, kept[-1], None, comm), (2,)) is None
 
 
 @pytest.mark.parametrize("change", ["resize_", "set_", "data", "smaller"])
-def test_a_tensor_that_changed_is_not_found(comm, change):
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_tensor_that_changed_is_not_found(comm, change, place):
+    """Index keys never, other tensors not where a launch has more of them than the address."""
     calls = RememberedCalls(3)
     tensor, other = torch.zeros(64), torch.zeros(64)
-    owners = (other, tensor, None, comm)
-    calls.remember(owners, (), lambda: None)
+    owners = (tensor, other, None, comm) if place == 0 else (other, tensor, None, comm)
+    calls.remember(owners, (), [], place == 1)
     assert calls.find(owners, ()) is not None
     if change == "resize_":
         tensor.resize_(1 << 16)
@@ -260,9 +350,9 @@ def test_a_reused_id_is_not_the_old_tensor(comm):
         tensor = torch.full((64,), i)
         reused += (id(tensor), tensor.data_ptr()) in ids
         ids.add((id(tensor), tensor.data_ptr()))
-        owners = (tensor, other, comm)
+        owners = (other, tensor, comm)
         assert calls.find(owners, ()) is None
-        calls.remember(owners, (), lambda: None)
+        calls.remember(owners, (), [], True)
         assert calls.find(owners, ()) is not None
         del tensor, owners
     assert reused > 10, "no object came back: the test shows nothing"

@@ -49,6 +49,11 @@ class MSAIcpComm:
             return rows
         return *rows, bases._version, tagged_bases._version
 
+    def written(self) -> dict[str, torch.Tensor]:
+        """What decodes write, by name."""
+        names = ("recv", "tagged_recv", "publish_generations", "expected_generations", "errors")
+        return {name: getattr(self, name) for name in names}
+
     def connect(self, addresses: Sequence[int]) -> None:
         """Selects the one-sided exchange: sets the bases.
 

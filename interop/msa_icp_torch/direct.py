@@ -4,8 +4,8 @@ JAX only lowers the kernels. A launch is a call into JAX's CUDA plugin with devi
 may be captured into a CUDA graph; it allocates nothing and waits for nothing. A kernel is compiled
 for the shapes of its arguments, by `warmup` or at its first call.
 
-A decode whose tensors were all seen before, at the same addresses, is launched as it was prepared
-then: `find` gives it back after comparing identities and addresses.
+A decode is prepared once for its index keys, its comm and all shapes. Later it is launched as it
+was prepared, with the addresses of the tensors that are others now: only these are checked.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from msa_icp_jax.ops._mosaic import direct
 from msa_icp_jax.ops._mosaic.direct import Copy, Launches, Lowered, Program
 from msa_icp_jax.ops._mosaic.launch import Target
 from msa_icp_torch import exchange, kernels, pages, window
-from msa_icp_torch.bridge import is_capturing
+from msa_icp_torch.bridge import check_apart, check_tensor, is_capturing
 from msa_icp_torch.calls import DecodeCall, PrefillCall
+from msa_icp_torch.comm import MSAIcpComm
 from msa_icp_torch.dlpack import at_row_offset
 from msa_icp_torch.warmup import decode_shapes, is_decode_fused, table_width_of
 
@@ -99,23 +100,20 @@ class DirectRoute:
 
     # ---- decode ----
 
-    def find(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Callable[[], None] | None:
-        """The launch of an earlier decode of these very tensors, if there was one."""
-        return self._calls.find(tensors, options)
+    def find(self, owners: tuple[Any, ...], options: tuple[Any, ...]) -> Callable[[], None] | None:
+        """The launch of a decode that an earlier one was like, if there was one."""
+        launches = self._calls.find(owners, options)
+        return None if launches is None else functools.partial(self._stream.launch, launches)
 
-    def decode(self, call: DecodeCall, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+    def decode(self, call: DecodeCall, owners: tuple[Any, ...], options: tuple[Any, ...]) -> None:
         """Prepares the launches of a decode, remembers them and runs them."""
         with self._stream.device():
-            launches = self._decode_launches(call)
-        run = functools.partial(self._stream.launch, launches)
-        self._calls.remember(tensors, options, run)
-        run()
-
-    def _decode_launches(self, call: DecodeCall) -> Launches:
-        """All steps of a decode in order."""
-        before, message = self._rows_launches(call)
-        behind = self._one_sided if call.one_sided else self._collective
-        return [*before, *behind(call, message)]
+            before, message = self._rows_launches(call)
+            behind = self._one_sided if call.one_sided else self._collective
+            launches = [*before, *behind(call, message)]
+        by_address = all(kernel is not None for _, kernel, _ in before)
+        self._calls.remember(owners, options, launches, by_address)
+        self._stream.launch(launches)
 
     def _rows_launches(self, call: DecodeCall) -> tuple[Launches, torch.Tensor]:
         """Score and select; the launches, and the rows [W, hpr, T, 33] that they leave."""
@@ -432,34 +430,49 @@ class _Threads(threading.local):
 
 
 class RememberedCalls:
-    """Launches of earlier calls, by the identity of what they were prepared for.
+    """Launches of earlier decodes, by their index keys, comm, shapes and options.
 
-    Nothing is kept alive: a call is forgotten when one of its owners goes, before another object
-    can have that one's id. So ids tell owners apart; that they did not move is compared.
+    A call's owners are its tensors in the order of `MSAIcpIndexerPlan.decode` (None for a plane or
+    a pool that is not there) and its comm. Nothing is kept alive: a call is forgotten when its
+    index keys or comm go, before another object can have that one's id.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._calls: dict[tuple[Any, ...], _Remembered] = {}
 
-    def find(self, owners: tuple[Any, ...], options: tuple[Any, ...]) -> Callable[[], None] | None:
-        """The launch prepared for these very owners, unless one of them changed since."""
-        call = self._calls.get((*map(id, owners), *options))
-        if call is None:
+    def find(self, owners: tuple[Any, ...], options: tuple[Any, ...]) -> Launches | None:
+        """Launches for these owners, where an earlier call had others of the same kind."""
+        key = _key(owners, options)
+        call = self._calls.get(key)
+        if call is None or owners[-1].place() != call.place:
             return None
         tensors = call.tensors_of(owners)
-        moved = [*map(_address, tensors)] != call.addresses
-        if moved or [*map(_size, tensors)] != call.sizes or owners[-1].place() != call.place:
-            return None
-        return call.run
+        addresses = [*map(_address, tensors)]
+        if addresses != call.addresses or not all(map(_is, tensors, [x() for x in call.known])):
+            call = call.rebound(tensors, addresses, owners[-1])
+            if call is None:
+                return None
+            self._calls[key] = call
+        return call.launches
 
     def remember(
-        self, owners: tuple[Any, ...], options: tuple[Any, ...], run: Callable[[], None]
+        self,
+        owners: tuple[Any, ...],
+        options: tuple[Any, ...],
+        launches: Launches,
+        by_address: bool,
     ) -> None:
-        """Remembers a launch for `find`; owners are tensors or None, and a comm at the end."""
+        """Remembers the launches of a call whose owners are checked.
+
+        Args:
+          owners, options: as `find` gets them.
+          launches: what the call launches.
+          by_address: whether they have the tensors as addresses alone, which can be exchanged.
+        """
         if len(self._calls) >= self._most:
             self._calls.clear()
-        key, calls = (*map(id, owners), *options), self._calls
+        key, calls = _key(owners, options), self._calls
 
         def forget(_: Any) -> None:
             calls.pop(key, None)
@@ -467,26 +480,98 @@ class RememberedCalls:
         *others, comm = owners
         tensors_of = operator.itemgetter(*(i for i, x in enumerate(others) if x is not None))
         tensors = tensors_of(owners)
+        addresses = [*map(_address, tensors)]
+        fixed = [x.data_ptr() for x in vars(comm).values() if x is not comm.storage]
+        distinct = len({*addresses, *fixed}) == len(addresses) + len(fixed)
         calls[key] = _Remembered(
             tensors_of,
-            [*map(_address, tensors)],
-            [*map(_size, tensors)],
             comm.place(),
-            run,
-            [weakref.ref(x, forget) for x in (*tensors, comm)],
+            [weakref.ref(owner, forget) for owner in (owners[_INDEX_K], comm)],
+            [x.dtype for x in tensors],
+            _places(addresses, launches) if by_address and distinct else None,
+            addresses,
+            [*map(weakref.ref, tensors)],
+            launches,
         )
 
 
 class _Remembered(NamedTuple):
+    """A call; the last three fields change with its tensors.
+
+    Attributes:
+      tensors_of: takes the tensors out of the owners.
+      place: of the comm.
+      watched: the owners that it goes with.
+      dtypes: of the tensors.
+      places: of each tensor's address, as (launch, argument); None: they cannot be exchanged.
+      addresses: of the tensors.
+      known: the tensors, which are checked.
+      launches: what is launched.
+    """
+
     tensors_of: Callable[[tuple[Any, ...]], tuple[torch.Tensor, ...]]
-    addresses: list[int]
-    sizes: list[torch.Size]
     place: Any
-    run: Callable[[], None]
     watched: list[weakref.ref[Any]]
+    dtypes: list[torch.dtype]
+    places: list[list[tuple[int, int]]] | None
+    addresses: list[int]
+    known: list[weakref.ref[torch.Tensor]]
+    launches: Launches
+
+    def rebound(
+        self, tensors: tuple[torch.Tensor, ...], addresses: list[int], comm: MSAIcpComm
+    ) -> _Remembered | None:
+        """The call with other tensors of the same shapes; None where it needs all its checks."""
+        others = [
+            i
+            for i, tensor in enumerate(tensors)
+            if tensor is not self.known[i]() or addresses[i] != self.addresses[i]
+        ]
+        unaligned = any(addresses[i] % _ALIGNMENT for i in others)
+        if self.places is None or unaligned or _INDEX_K in others:
+            return None
+        try:
+            for i in others:
+                shape = tensors[i].shape
+                check_tensor("", tensors[i], self.dtypes[i], comm.recv.device, *shape)
+            read = {str(i): tensor for i, tensor in enumerate(tensors[:_INPUTS])}
+            written = {str(i): tensor for i, tensor in enumerate(tensors[_INPUTS:])}
+            check_apart(written | comm.written(), read)
+        except (TypeError, ValueError):  # with all its checks the call says what is wrong
+            return None
+        launches = [*self.launches]
+        for places, address in zip(self.places, addresses, strict=True):
+            for step, place in places:
+                launcher, kernel, arguments = launches[step]
+                if arguments[place] != address:
+                    arguments = type(arguments).from_buffer_copy(arguments)
+                    arguments[place] = address
+                    launches[step] = launcher, kernel, arguments
+        known = [*map(weakref.ref, tensors)]
+        return self._replace(addresses=addresses, known=known, launches=launches)
 
 
-_address, _size = torch.Tensor.data_ptr, torch.Tensor.size
+_INDEX_K, _INPUTS = 1, 5  # the place of the index keys among owners; how many of them are read
+_address, _size, _is = torch.Tensor.data_ptr, torch.Tensor.size, operator.is_
+
+
+def _key(owners: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What tells calls apart; empty where an owner is no tensor."""
+    *tensors, comm = owners
+    try:
+        sizes = [None if x is None else _size(x) for x in tensors]
+    except TypeError:
+        return ()
+    return (id(owners[_INDEX_K]), id(comm), *sizes, *options)
+
+
+def _places(addresses: list[int], launches: Launches) -> list[list[tuple[int, int]]]:
+    """Where each address stands among the launches' arguments, as (launch, argument)."""
+    places: dict[int, list[tuple[int, int]]] = {address: [] for address in addresses}
+    for step, (_, kernel, arguments) in enumerate(launches):
+        for place, address in enumerate(arguments if kernel is not None else ()):
+            places.get(address, []).append((step, place))
+    return [places[address] for address in addresses]
 
 
 def _slot_mark(slot: int) -> int:
