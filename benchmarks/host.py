@@ -26,7 +26,7 @@ from unittest import mock
 import jax
 import numpy as np
 
-from benchmarks import results, roofline
+from benchmarks import options, results, roofline
 from benchmarks.run import Machine, _commit
 from benchmarks.timing import Times
 
@@ -275,11 +275,25 @@ def host_rows(machine: Machine, commit: str | None, seconds: float) -> Iterator[
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
-    parser.add_argument("--out", type=Path, help="result file; default: only print")
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--budget-seconds", type=float, default=120.0)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="result file, made or merged into; by default figures are only printed",
+    )
+    options.add_commit(parser)
+    options.add_budget(parser, default=120.0)
     parsed = parser.parse_args(arguments)
+    if parsed.out:
+        try:
+            results.prepare(parsed.out)
+        except options.Refused as error:
+            parser.exit(2, f"benchmarks.host: {error}\n")
     if importlib.util.find_spec("torch"):
         import msa_icp_torch  # noqa: F401  (before JAX takes the GPU's memory)
     machine = Machine()

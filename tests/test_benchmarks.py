@@ -503,6 +503,16 @@ def test_nothing_is_measured_that_could_not_be_saved(name, files, capsys, monkey
         assert str(files["text"]) in refused(capsys, *command, "--out", under)
 
 
+@pytest.mark.parametrize("name", ["text", "folder"])
+def test_the_host_benchmark_refuses_it_too(name, files, capsys):
+    from benchmarks import host
+
+    with pytest.raises(SystemExit) as ended:
+        host.main(["--out", str(files[name])])
+    complaint = capsys.readouterr().err
+    assert ended.value.code == 2 and str(files[name]) in complaint and complaint.count("\n") == 1
+
+
 def test_the_sweep_file_is_looked_at_first_too(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench.roofline, "measure", lambda _: pytest.fail("it measures"))
     (tmp_path / "r-sweep.json").write_text("hello")
