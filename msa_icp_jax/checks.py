@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _FLOAT32_MAX = 3.4028235e38  # rounds to the largest float32
+_HOST = (np.ndarray, np.generic)
 
 
 class AtLeast(NamedTuple):
@@ -30,17 +31,17 @@ def integer(name: str, value: Any, low: int | None = None, high: int | None = No
     """Returns `value` as an int; `low` and `high` are inclusive bounds."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} must be an int{_range(low, high)}, got {_describe(value)}")
-    if (low is not None and value < low) or (high is not None and value > high):
-        raise ValueError(f"{name} must be an int{_range(low, high)}, got {_short(value)}")
-    return int(value)
+    number = int(value)  # numpy's own integers wrap or overflow in what is computed from them
+    if (low is not None and number < low) or (high is not None and number > high):
+        raise ValueError(f"{name} must be an int{_range(low, high)}, got {_short(number)}")
+    return number
 
 
-def integers(name: str, values: Any, low: int, high: int) -> None:
-    """Checks a sequence of ints, each within the inclusive bounds."""
+def integers(name: str, values: Any, low: int, high: int) -> list[int]:
+    """Returns a sequence of ints, each within the inclusive bounds, as a list of ints."""
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise TypeError(f"{name} must be a sequence of ints{_range(low, high)}, got {values!r}")
-    for i, value in enumerate(values):
-        integer(f"{name}[{i}]", value, low, high)
+    return [integer(f"{name}[{i}]", value, low, high) for i, value in enumerate(values)]
 
 
 def flag(name: str, value: Any) -> bool:
@@ -62,12 +63,12 @@ def finite(name: str, value: Any) -> float:
 
 
 def one_of(name: str, value: Any, allowed: Sequence[Any]) -> Any:
-    """Returns `value`, which must be one of `allowed`."""
+    """Returns the one of `allowed` that `value` is."""
     if isinstance(value, bool) or not isinstance(value, type(allowed[0]) | np.integer):
         raise TypeError(f"{name} must be one of {_join(allowed)}, got {_describe(value)}")
     if value not in allowed:
         raise ValueError(f"{name} must be one of {_join(allowed)}, got {_short(value)}")
-    return value
+    return allowed[allowed.index(value)]
 
 
 def index(name: str, value: Any, size: int) -> Any:
@@ -83,7 +84,9 @@ def array(name: str, value: Any, dtype: Any, *shape: int | AtLeast | None) -> No
     if not isinstance(value, jax.Array | np.ndarray):
         raise TypeError(f"{name} must be {_spec(dtype, shape)}, got {_describe(value)}")
     if value.dtype != dtype:
-        raise TypeError(f"{name} must be {_spec(dtype, shape)}, got dtype {value.dtype.name}")
+        raise TypeError(
+            f"{name} must be {_spec(dtype, shape)}, got dtype {_dtype_name(value.dtype)}"
+        )
     fits = len(shape) == value.ndim and all(
         want is None or (have >= want.size if isinstance(want, AtLeast) else have == want)
         for have, want in zip(value.shape, shape, strict=False)
@@ -92,10 +95,28 @@ def array(name: str, value: Any, dtype: Any, *shape: int | AtLeast | None) -> No
         raise ValueError(f"{name} must be {_spec(dtype, shape)}, got shape {list(value.shape)}")
 
 
+def host_dtypes(name: str, value: Any, dtype: np.dtype) -> None:
+    """Checks the dtype of a numpy array or scalar, or of those in a pytree; passes all else."""
+    if not any(isinstance(x, _HOST) and x.dtype != dtype for x in jax.tree.leaves(value)):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+        if isinstance(leaf, _HOST) and leaf.dtype != dtype:
+            where = f"{name}{jax.tree_util.keystr(path)}"
+            got = f"a numpy array of dtype {_dtype_name(leaf.dtype)}"
+            raise TypeError(f"{where} must be of dtype {dtype.name}, got {got}")
+
+
 def device(name: str, value: Any) -> None:
     """Checks that `value` is a JAX device or None."""
     if value is not None and not isinstance(value, jax.Device):
         raise TypeError(f"{name} must be a jax.Device or None, got {_describe(value)}")
+
+
+def _dtype_name(dtype: Any) -> str:
+    """A dtype in words: its name does not say that its bytes are in the other order."""
+    if getattr(dtype, "isnative", True):  # the dtypes of JAX alone have no byte order
+        return dtype.name
+    return f"{dtype.name} in the other byte order ({dtype.str})"
 
 
 def _range(low: int | None, high: int | None) -> str:

@@ -76,9 +76,9 @@ def msa_icp_comm_layout(world_size: int, heads_per_rank: int, capacity: int) -> 
     Raises:
       TypeError, ValueError: an argument is outside its range.
     """
-    geometry.check_world_size(world_size)
-    geometry.check_heads_per_rank(world_size, heads_per_rank)
-    checks.integer("capacity", capacity, 1)
+    world_size = geometry.check_world_size(world_size)
+    heads_per_rank = geometry.check_heads_per_rank(world_size, heads_per_rank)
+    capacity = checks.integer("capacity", capacity, 1)
     slot_rows = NUM_SLOTS * world_size * heads_per_rank * capacity
     legacy_bytes = slot_rows * rows.ROW_WORDS * _WORD_BYTES
     tagged_offset = round_up(legacy_bytes, _TAGGED_ALIGNMENT)
@@ -100,7 +100,7 @@ def msa_icp_comm_layout(world_size: int, heads_per_rank: int, capacity: int) -> 
 class MSAIcpComm:
     """One rank's receive storage and counters; a pytree, all int32. Donate it with every call.
 
-    Zeroed once and never reset.
+    Zeroed once; nothing resets it but the recovery from a protocol fault, on all ranks together.
 
     Attributes:
       recv: [3, W, hpr, C, 33] legacy rows.

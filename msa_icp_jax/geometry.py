@@ -26,6 +26,8 @@ MAX_QUERY_ROWS = 32  # query tokens x heads of one decode request
 MAX_SELECT_COLUMNS = 12288  # exclusive bound of a prefill score plane's columns
 COLUMN_MULTIPLE = 4  # decode writes and sizes score columns in groups of four
 WINDOW_SCORE_BYTES = 256 << 20  # bound of the prefill score scratch, see `window_tokens`
+MAX_INT32 = 2**31 - 1  # bound of every limit: positions, tokens and rows are int32 on the device
+MAX_ROW_OFFSET = 2**31 - 256  # the rows of a page behind it still have int32 numbers
 
 
 def cdiv(a: Any, b: int) -> Any:
@@ -63,14 +65,15 @@ def check_query_len(name: str, value: int, high: int = MAX_QUERY_ROWS // NUM_HEA
     return checks.integer(name, value, 1, high)
 
 
-def check_forced(begin_name: str, begin: int, end_name: str, end: int) -> None:
+def check_forced(begin_name: str, begin: int, end_name: str, end: int) -> tuple[int, int]:
     """Raises unless both forced block counts are >= 0 and at most 16 together."""
-    checks.integer(begin_name, begin, 0, TOPK)
-    checks.integer(end_name, end, 0, TOPK)
+    begin = checks.integer(begin_name, begin, 0, TOPK)
+    end = checks.integer(end_name, end, 0, TOPK)
     if begin + end > TOPK:
         raise ValueError(
             f"{begin_name} + {end_name} must be at most {TOPK}, got {begin} + {end} = {begin + end}"
         )
+    return begin, end
 
 
 def rows_per_page(world_size: int, page_size: int) -> int:
@@ -98,8 +101,8 @@ def msa_icp_decode_score_columns(max_model_len: int, page_size: int) -> int:
     Raises:
       ValueError, TypeError: an argument is outside its range.
     """
-    checks.integer("max_model_len", max_model_len, 1)
-    check_page_size(page_size)
+    max_model_len = checks.integer("max_model_len", max_model_len, 1)
+    page_size = check_page_size(page_size)
     return min(MAX_BLOCKS, round_up(cdiv(max_model_len, page_size), COLUMN_MULTIPLE))
 
 
@@ -138,12 +141,21 @@ class IndexerGeometry:
     row_offset: int = 0
 
     def __post_init__(self) -> None:
-        """Checks every attribute once, here."""
-        check_world_size(self.world_size)
-        check_num_heads("num_index_heads", self.num_index_heads)
-        check_page_size(self.page_size)
-        check_forced("init_blocks", self.init_blocks, "local_blocks", self.local_blocks)
-        check_query_len("max_decode_query_len", self.max_decode_query_len)
+        """Checks every attribute once, here, and keeps each as a Python int."""
+        init, local = check_forced(
+            "init_blocks", self.init_blocks, "local_blocks", self.local_blocks
+        )
+        checked = {
+            "world_size": check_world_size(self.world_size),
+            "num_index_heads": check_num_heads("num_index_heads", self.num_index_heads),
+            "page_size": check_page_size(self.page_size),
+            "init_blocks": init,
+            "local_blocks": local,
+            "max_decode_query_len": check_query_len(
+                "max_decode_query_len", self.max_decode_query_len
+            ),
+            "row_offset": check_row_offset(self.row_offset),
+        }
         for name in (
             "max_decode_tokens",
             "max_num_batched_tokens",
@@ -151,8 +163,9 @@ class IndexerGeometry:
             "max_model_len",
             "num_sparse_layers",
         ):
-            checks.integer(name, getattr(self, name), 1)
-        check_row_offset(self.row_offset)
+            checked[name] = checks.integer(name, getattr(self, name), 1, MAX_INT32)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)  # the dataclass is frozen
 
     @property
     def heads_per_rank(self) -> int:
@@ -191,8 +204,8 @@ class IndexerGeometry:
 
 
 def check_row_offset(row_offset: int) -> int:
-    """Raises unless `row_offset` is a multiple of 8 rows (1 KiB), at least 0."""
-    checks.integer("row_offset", row_offset, 0)
+    """Raises unless `row_offset` is a multiple of 8 rows (1 KiB) whose pages have int32 rows."""
+    row_offset = checks.integer("row_offset", row_offset, 0, MAX_ROW_OFFSET)
     if row_offset % 8:
         raise ValueError(f"row_offset must be a multiple of 8 (rows), got {row_offset}")
     return row_offset

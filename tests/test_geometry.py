@@ -8,6 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from inputs import INT_MAX
 
@@ -123,3 +124,11 @@ def test_a_geometry_is_frozen_and_hashable():
     assert layout != geometry(world_size=2)
     with pytest.raises(dataclasses.FrozenInstanceError):
         layout.world_size = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.uint32, np.uint64])
+def test_columns_of_numpy_integers_are_those_of_ints(kind):
+    length = min(8192, int(np.iinfo(kind).max))
+    columns = msa_icp_decode_score_columns(kind(length), np.int16(128))
+    assert columns == msa_icp_decode_score_columns(length, 128)
+    assert type(columns) is int
