@@ -129,7 +129,7 @@ def prepare_msa_icp_indexer(
         row_offset=row_offset,
     )
     if rank is not None:
-        rank = checks.integer("rank", rank, 0, world_size - 1)
+        rank = checks.integer("rank", rank, 0, geometry.world_size - 1)
     checks.device("device", device)
     check_precision(precision)
     if not isinstance(axis_name, str):
@@ -200,7 +200,9 @@ class MSAIcpIndexerPlan:
           scores: float32 [>= T, 4, columns], see `decode_score_shape`; None: a fresh one.
           output: int32 [>= T, hpr, 16] to write into; None: a fresh one.
           comm: persistent receive storage; None (the ordinary way) gives the same ids without it.
-          slot: running count of sparse-layer calls, taken mod 3 (an int or a traced int32 scalar).
+          slot: running count of sparse-layer calls, taken mod 3: an int in [0, 2^31 - 1] or a
+            traced int32 scalar. Keep the count itself mod 3, or wrap it at another multiple of 3
+            below 2^31: an int32 that overflows goes from slot 1 to slot 1 again.
           tagged: exchange tagged rows; needs at least two sparse layers.
           decode_query_len: query tokens of every request.
           enable_pdl: let kernel launches overlap their predecessors' ends (Mosaic only).
@@ -488,7 +490,8 @@ class MSAIcpIndexerPlan:
           TypeError, ValueError: as the three parts do.
         """
         self._require_axis("prefill")
-        tokens = num_valid_pages.shape[0] if hasattr(num_valid_pages, "shape") else 0
+        checks.array("num_valid_pages", num_valid_pages, jnp.int32, None)
+        tokens = num_valid_pages.shape[0]
         checks.array(
             "output", output, jnp.int32, AtLeast(tokens), self.geometry.heads_per_rank, TOPK
         )
@@ -506,7 +509,7 @@ class MSAIcpIndexerPlan:
         return self.prefill_merge(received, num_valid_pages, output), carrier, score_scratch
 
     def init_comm(self) -> MSAIcpComm:
-        """One rank's receive storage, zeroed; create it once and never reset it."""
+        """One rank's receive storage, zeroed; create it once, and anew only to recover."""
         return MSAIcpComm.zeros(self.geometry.world_size, self.geometry.max_decode_tokens)
 
     def comm_specs(self) -> MSAIcpComm:
@@ -569,7 +572,12 @@ class MSAIcpIndexerPlan:
 
         Returns:
           A jitted ``f(index_q, index_k, block_table, seq_lens, num_valid_pages, scores, output)``,
-          with ``comm, slot`` behind it when `with_comm`, returning (output, scores, comm).
+          with ``comm, slot`` behind it when `with_comm`, returning (output, scores, comm). `comm`
+          is all ranks' storage; `slot` may be a Python int of any size.
+
+        Raises:
+          TypeError, ValueError: an argument is outside its range. The program itself raises
+            TypeError, by name, for a numpy array of another dtype, which JAX alone would narrow.
         """
         return programs.decode_program(
             self, mesh, decode_query_len, tagged, with_comm, fused, enable_pdl
@@ -607,6 +615,7 @@ class MSAIcpIndexerPlan:
         batch_sizes: Sequence[int] | None = None,
         query_lens: Sequence[int] | None = None,
         mesh: Mesh | None = None,
+        page_rows: int | None = None,
     ) -> None:
         """Compiles and loads the plan's programs for these shapes, so that no first call does.
 
@@ -624,11 +633,13 @@ class MSAIcpIndexerPlan:
             allows.
           query_lens: decode query lengths; None: 1 and max_decode_query_len.
           mesh: as in `decode_program`.
+          page_rows: rows of a page in one rank's index-key cache, which for compound pages is their
+            pitch in bytes / 128; None: row_offset + R, nothing behind the index keys.
 
         Raises:
           TypeError, ValueError: an argument is outside the plan's limits.
         """
-        programs.warmup(self, num_pages, table_width, batch_sizes, query_lens, mesh)
+        programs.warmup(self, num_pages, table_width, batch_sizes, query_lens, mesh, page_rows)
 
     def _exchange_merge(
         self,

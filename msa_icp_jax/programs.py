@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from msa_icp_jax import checks, rows
 from msa_icp_jax.comm import comm_specs
-from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, TOPK
+from msa_icp_jax.geometry import HEAD_DIM, MAX_INT32, NUM_HEADS, NUM_SLOTS, TOPK, check_query_len
 from msa_icp_jax.ops.index_cache import msa_icp_write_index_k
 
 if TYPE_CHECKING:
@@ -39,7 +40,58 @@ class _Specs:
         self.comm = comm_specs(axis)
 
 
-@functools.cache
+class Program:
+    """A chain of all ranks as a jitted function that refuses host arrays of another dtype.
+
+    JAX narrows a 64-bit numpy array before the function sees it, without a word: page 2**32 + 5
+    would be page 5. So numpy arrays are looked at here, on every call; arrays of JAX keep their
+    dtype and are checked while the function is traced. A `slot` from the host is taken mod 3 here,
+    so that the running count of calls may have any size.
+    """
+
+    def __init__(self, jitted: Any, dtypes: dict[str, Any]) -> None:
+        """Wraps a jitted function of the arguments that `dtypes` names, in order."""
+        self._jitted = jitted
+        self._dtypes = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs the program, compiling it on the first call of its shapes."""
+        return self._jitted(*self._checked(arguments))
+
+    def trace(self, *arguments: Any) -> Any:
+        """`jax.jit`'s own; arguments may be abstract, as in `lower` and `eval_shape`."""
+        return self._jitted.trace(*self._checked(arguments))
+
+    def lower(self, *arguments: Any) -> Any:
+        """`jax.jit`'s own."""
+        return self._jitted.lower(*self._checked(arguments))
+
+    def eval_shape(self, *arguments: Any) -> Any:
+        """`jax.jit`'s own."""
+        return self._jitted.eval_shape(*self._checked(arguments))
+
+    def clear_cache(self) -> None:
+        """`jax.jit`'s own."""
+        self._jitted.clear_cache()
+
+    def _cache_size(self) -> int:
+        return self._jitted._cache_size()
+
+    def _checked(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        if len(arguments) != len(self._dtypes):
+            names = ", ".join(self._dtypes)
+            raise TypeError(
+                f"the program takes {len(self._dtypes)} arguments ({names}), got {len(arguments)}"
+            )
+        if "slot" in self._dtypes and isinstance(arguments[-1], int | np.integer):
+            slot = checks.integer("slot", arguments[-1], 0) % NUM_SLOTS
+            arguments = (*arguments[:-1], np.int32(slot))
+        for (name, dtype), value in zip(self._dtypes.items(), arguments, strict=True):
+            if not isinstance(value, jax.Array):
+                checks.host_dtypes(name, value, dtype)
+        return arguments
+
+
 def decode_program(
     plan: MSAIcpIndexerPlan,
     mesh: Mesh | None,
@@ -48,8 +100,31 @@ def decode_program(
     with_comm: bool,
     fused: bool | None,
     enable_pdl: bool,
-) -> Any:
+) -> Program:
     """See `MSAIcpIndexerPlan.decode_program`."""
+    check_mesh(plan, mesh)
+    # Checked before anything is looked up: to a cache 1.0 and True are the same key as 1.
+    return _decode_program(
+        plan,
+        mesh,
+        check_query_len("decode_query_len", decode_query_len, plan.geometry.max_decode_query_len),
+        checks.flag("tagged", tagged),
+        checks.flag("with_comm", with_comm),
+        None if fused is None else checks.flag("fused", fused),
+        checks.flag("enable_pdl", enable_pdl),
+    )
+
+
+@functools.cache
+def _decode_program(
+    plan: MSAIcpIndexerPlan,
+    mesh: Mesh | None,
+    decode_query_len: int,
+    tagged: bool,
+    with_comm: bool,
+    fused: bool | None,
+    enable_pdl: bool,
+) -> Program:
     specs = _Specs(plan.axis_name)
     options: dict[str, Any] = {
         "decode_query_len": decode_query_len,
@@ -57,8 +132,16 @@ def decode_program(
         "fused": fused,
         "enable_pdl": enable_pdl,
     }
-    arrays = (specs.ALL, specs.index_k, specs.ALL, specs.ALL, specs.ALL, specs.scores, specs.output)
-    outputs = (specs.output, specs.scores)
+    inputs: dict[str, tuple[Any, Any]] = {
+        "index_q": (jnp.float8_e4m3fn, specs.ALL),
+        "index_k": (jnp.float8_e4m3fn, specs.index_k),
+        "block_table": (jnp.int32, specs.ALL),
+        "seq_lens": (jnp.int32, specs.ALL),
+        "num_valid_pages": (jnp.int32, specs.ALL),
+        "scores": (jnp.float32, specs.scores),
+        "output": (jnp.int32, specs.output),
+    }
+    outputs: tuple[Any, ...] = (specs.output, specs.scores)
 
     def decode(*args: Any) -> Any:
         return plan.decode(*args, **options)[:2]
@@ -68,14 +151,21 @@ def decode_program(
         return plan.decode(*local, comm=comm, slot=slot, **options)
 
     if not with_comm:
-        return _program(plan, mesh, decode, arrays, outputs, donate=(5, 6))
-    inputs = (*arrays, specs.comm, specs.ALL)
-    return _program(plan, mesh, decode_with_comm, inputs, (*outputs, specs.comm), donate=(5, 6, 7))
+        return _program(plan, mesh, decode, inputs, outputs, donate=("scores", "output"))
+    inputs |= {"comm": (jnp.int32, specs.comm), "slot": (jnp.int32, specs.ALL)}
+    outputs = (*outputs, specs.comm)
+    donate = ("scores", "output", "comm")
+    return _program(plan, mesh, decode_with_comm, inputs, outputs, donate)
+
+
+def prefill_program(plan: MSAIcpIndexerPlan, mesh: Mesh | None, fused: bool | None) -> Program:
+    """See `MSAIcpIndexerPlan.prefill_program`."""
+    check_mesh(plan, mesh)
+    return _prefill_program(plan, mesh, None if fused is None else checks.flag("fused", fused))
 
 
 @functools.cache
-def prefill_program(plan: MSAIcpIndexerPlan, mesh: Mesh | None, fused: bool | None) -> Any:
-    """See `MSAIcpIndexerPlan.prefill_program`."""
+def _prefill_program(plan: MSAIcpIndexerPlan, mesh: Mesh | None, fused: bool | None) -> Program:
     specs = _Specs(plan.axis_name)
 
     def prefill(*arrays: Any) -> Any:
@@ -85,24 +175,29 @@ def prefill_program(plan: MSAIcpIndexerPlan, mesh: Mesh | None, fused: bool | No
         plan,
         mesh,
         prefill,
-        (
-            specs.ALL,
-            specs.index_k,
-            specs.ALL,
-            specs.ALL,
-            specs.scores,
-            specs.ALL,
-            specs.carrier,
-            specs.output,
-        ),
+        {
+            "query": (jnp.float8_e4m3fn, specs.ALL),
+            "index_k": (jnp.float8_e4m3fn, specs.index_k),
+            "block_table": (jnp.int32, specs.ALL),
+            "window_plan": (jnp.int32, specs.ALL),
+            "score_scratch": (jnp.float32, specs.scores),
+            "num_valid_pages": (jnp.int32, specs.ALL),
+            "carrier_view": (jnp.int32, specs.carrier),
+            "output": (jnp.int32, specs.output),
+        },
         (specs.output, specs.carrier, specs.scores),
-        donate=(4, 6, 7),
+        donate=("score_scratch", "carrier_view", "output"),
     )
 
 
-@functools.cache
-def write_program(plan: MSAIcpIndexerPlan, mesh: Mesh | None) -> Any:
+def write_program(plan: MSAIcpIndexerPlan, mesh: Mesh | None) -> Program:
     """See `MSAIcpIndexerPlan.write_program`."""
+    check_mesh(plan, mesh)
+    return _write_program(plan, mesh)
+
+
+@functools.cache
+def _write_program(plan: MSAIcpIndexerPlan, mesh: Mesh | None) -> Program:
     specs = _Specs(plan.axis_name)
 
     def write(index_k: jax.Array, new_k: jax.Array, slot_mapping: jax.Array) -> jax.Array:
@@ -117,42 +212,50 @@ def write_program(plan: MSAIcpIndexerPlan, mesh: Mesh | None) -> Any:
             backend=plan.backend,
         )
 
-    inputs = (specs.index_k, specs.ALL, specs.ALL)
-    return _program(plan, mesh, write, inputs, specs.index_k, donate=(0,))
+    inputs = {
+        "index_k": (jnp.float8_e4m3fn, specs.index_k),
+        "new_k": (jnp.float8_e4m3fn, specs.ALL),
+        "slot_mapping": (jnp.int32, specs.ALL),
+    }
+    return _program(plan, mesh, write, inputs, specs.index_k, donate=("index_k",))
 
 
 def _program(
     plan: MSAIcpIndexerPlan,
     mesh: Mesh | None,
     method: Callable[..., Any],
-    inputs: tuple[Any, ...],
+    inputs: dict[str, tuple[Any, Any]],
     outputs: Any,
-    donate: tuple[int, ...],
-) -> Any:
+    donate: tuple[str, ...],
+) -> Program:
+    """Jits a rank's method for all ranks; `inputs` are its arguments' dtypes and specs, by name."""
+    in_specs = tuple(spec for _, spec in inputs.values())
     if mesh is None:
         # A leading axis of W where the icp axis shards, none where it replicates.
         axes = jax.tree.map(
             lambda spec: 0 if plan.axis_name in spec else None,
-            inputs,
+            in_specs,
             is_leaf=lambda spec: isinstance(spec, P),
         )
         mapped = jax.vmap(
             method, in_axes=axes, axis_name=plan.axis_name, axis_size=plan.geometry.world_size
         )
     else:
-        check_mesh(plan, mesh)
         mapped = jax.shard_map(
             method,
             mesh=mesh,
-            in_specs=inputs,
+            in_specs=in_specs,
             out_specs=outputs,
             check_vma=plan.backend != "mosaic",
         )
-    return jax.jit(mapped, donate_argnums=donate)
+    jitted = jax.jit(mapped, donate_argnums=[list(inputs).index(name) for name in donate])
+    return Program(jitted, {name: dtype for name, (dtype, _) in inputs.items()})
 
 
-def check_mesh(plan: MSAIcpIndexerPlan, mesh: Mesh) -> None:
-    """Raises unless `mesh` has the plan's icp axis with one position per rank."""
+def check_mesh(plan: MSAIcpIndexerPlan, mesh: Mesh | None) -> None:
+    """Raises unless `mesh` is None or has the plan's icp axis with one position per rank."""
+    if mesh is None:
+        return
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}")
     size = dict(mesh.shape).get(plan.axis_name)
@@ -170,21 +273,25 @@ def warmup(
     batch_sizes: Sequence[int] | None,
     query_lens: Sequence[int] | None,
     mesh: Mesh | None,
+    page_rows: int | None,
 ) -> None:
     """See `MSAIcpIndexerPlan.warmup`."""
     limits = plan.geometry
-    checks.integer("num_pages", num_pages, 1)
-    checks.integer("table_width", table_width, 1)
+    num_pages = checks.integer("num_pages", num_pages, 1, MAX_INT32)
+    table_width = checks.integer("table_width", table_width, 1, MAX_INT32)
+    least_rows = limits.row_offset + limits.rows_per_page
+    if page_rows is None:
+        page_rows = least_rows
+    page_rows = checks.integer("page_rows", page_rows, least_rows, MAX_INT32)
     most = min(limits.max_num_seqs, limits.max_decode_tokens)
     if batch_sizes is None:
         batch_sizes = (most,)
     if query_lens is None:
         query_lens = sorted({1, limits.max_decode_query_len})
-    checks.integers("query_lens", query_lens, 1, limits.max_decode_query_len)
-    checks.integers("batch_sizes", batch_sizes, 1, most)
-    if mesh is not None:
-        check_mesh(plan, mesh)
-    shapes = _Shapes(plan, mesh, num_pages, table_width)
+    query_lens = checks.integers("query_lens", query_lens, 1, limits.max_decode_query_len)
+    batch_sizes = checks.integers("batch_sizes", batch_sizes, 1, most)
+    check_mesh(plan, mesh)
+    shapes = _Shapes(plan, mesh, (num_pages, page_rows), table_width)
     tokens_written = {limits.window_tokens}
     for batch, query_len in itertools.product(batch_sizes, query_lens):
         batch = min(batch, max(1, limits.max_decode_tokens // query_len))
@@ -200,17 +307,18 @@ class _Shapes:
     """Abstract arguments of the programs at given sizes."""
 
     def __init__(
-        self, plan: MSAIcpIndexerPlan, mesh: Mesh | None, num_pages: int, table_width: int
+        self,
+        plan: MSAIcpIndexerPlan,
+        mesh: Mesh | None,
+        cache: tuple[int, int],
+        table_width: int,
     ) -> None:
+        """`cache`: the pages of one rank's index keys, and the rows of a page."""
         self.plan = plan
         self.mesh = mesh
         self.specs = _Specs(plan.axis_name)
         self.table_width = table_width
-        geo = plan.geometry
-        local_rows = geo.rows_per_page + geo.row_offset
-        self.index_k = self._array(
-            (num_pages, local_rows, HEAD_DIM), jnp.float8_e4m3fn, self.specs.index_k
-        )
+        self.index_k = self._array((*cache, HEAD_DIM), jnp.float8_e4m3fn, self.specs.index_k)
 
     def decode(self, batch: int, query_len: int) -> tuple[Any, ...]:
         geo, tokens = self.plan.geometry, batch * query_len

@@ -83,6 +83,13 @@ def test_layout_limits(arguments: tuple[int, int, int], name: str) -> None:
         msa_icp_comm_layout(*arguments)
 
 
+@pytest.mark.parametrize("capacity", [np.int16(512), np.uint8(32), np.int32(2_000_000)])
+def test_layout_of_numpy_integers_is_that_of_ints(capacity: Any) -> None:
+    assert msa_icp_comm_layout(np.int8(2), np.int8(2), capacity) == msa_icp_comm_layout(
+        2, 2, int(capacity)
+    )
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_init_comm_is_zero_and_splits_as_its_specs_say(world_size: int) -> None:
     ranks = ranks_of(world_size)
@@ -149,6 +156,21 @@ def check_step(
     for name, want in storage_after(ranks, before, case, slot, tagged).items():
         np.testing.assert_array_equal(after[name], want, err_msg=name)
     return after
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 2**31 - 1, 2**31, 3**40, np.int64(2**40), np.uint8(7)])
+def test_a_program_takes_a_running_count_of_any_size_from_the_host(count: Any) -> None:
+    ranks = Ranks(make_plan(2, 128, max_model_len=1024, max_decode_tokens=5), None)
+    program = ranks.plan.decode_program(decode_query_len=2, with_comm=True)
+    case = random_decode([700], 2, 128, pages=16, width=8)
+    comm = ranks.put_comm(ranks.zero_comm())
+    output, _, comm = program(*ranks.decode_arrays(case), comm, count)
+    check_output(ranks.plan, case, ranks.get(output, P(None, "icp")))
+    used = ranks.get_comm(comm)["recv"].any(axis=(1, 2, 3, 4))
+    assert np.flatnonzero(used).tolist() == [int(count) % 3]
+    assert program._cache_size() == 1  # whatever kind of int it is
+    with pytest.raises(ValueError, match=r"^slot must be an int >= 0, got -1"):
+        program(*ranks.decode_arrays(case), comm, -1)
 
 
 @pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])

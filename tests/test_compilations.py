@@ -11,6 +11,7 @@ import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from chains import (
     CARRIER,
@@ -318,6 +319,26 @@ def test_nothing_compiles_after_warmup(on_mesh: bool) -> None:
             assert array.sharding.spec == spec
 
 
+@DEVICES
+@pytest.mark.parametrize(("row_offset", "page_rows"), [(8, 72), (8, 80), (0, 352)])
+def test_nothing_compiles_after_a_warmup_for_compound_pages(
+    on_mesh: bool, row_offset: int, page_rows: int
+) -> None:
+    ranks = ranks_of(on_mesh, row_offset=row_offset, max_decode_tokens=2, max_num_batched_tokens=16)
+    shape = {"num_pages": 64, "table_width": 36, "batch_sizes": [2], "query_lens": [1]}
+    ranks.plan.warmup(**shape, mesh=ranks.mesh, page_rows=page_rows)
+    case = random_decode([2400, 300], 1, 128)
+    arrays = ranks.decode_arrays(case, spare=0)
+    shards = oracle.shard_cache(case.cache.keys, 2)
+    pages = [oracle.compound_cache(shard, page_rows, row_offset) for shard in shards]
+    arrays[1] = ranks.put_bytes(np.concatenate(pages, axis=1), INDEX_K)
+    with compile_log() as log:
+        program = ranks.plan.decode_program(ranks.mesh, decode_query_len=1)
+        output, _ = jax.block_until_ready(program(*arrays))
+    assert log.compiled == []
+    assert np.array_equal(ranks.get(output, OUTPUT), case.answer(ranks.plan))
+
+
 def test_warmup_checks_its_sizes() -> None:
     plan = ranks_of(False).plan
     for options, name in (
@@ -326,6 +347,7 @@ def test_warmup_checks_its_sizes() -> None:
         ({"num_pages": 1, "table_width": 1, "batch_sizes": [0]}, "batch_sizes"),
         ({"num_pages": 1, "table_width": 1, "batch_sizes": [9]}, "batch_sizes"),
         ({"num_pages": 1, "table_width": 1, "query_lens": [9]}, "query_lens"),
+        ({"num_pages": 1, "table_width": 1, "page_rows": 63}, "page_rows"),
         ({"num_pages": 1, "table_width": 1, "mesh": make_mesh(4)}, "mesh"),
     ):
         with pytest.raises(ValueError, match=name):

@@ -174,7 +174,9 @@ INDEX_K = array(F8, Free(3), Free(ROWS), 128).also(
 )
 # Inside a plan the offset is the plan's, not an argument.
 PLAN_INDEX_K = Argument(INDEX_K.good, [wrong for wrong in INDEX_K.wrong if not wrong.others])
-ROW_OFFSET = integer(0, 0).also(Wrong(4, ValueError, "must be a multiple of 8", "got 4"))
+ROW_OFFSET = integer(0, 0, 2**31 - 256).also(
+    Wrong(4, ValueError, "must be a multiple of 8", "got 4")
+)
 TABLE = array(I32, Free(REQUESTS), Least(1))
 NVP = array(I32, TOKENS)
 GENERATIONS = optional_array(I32, 3, 4, Least(TOKENS))
@@ -258,12 +260,12 @@ GEOMETRY = {
     ),
     "init_blocks": forced(1, "local_blocks"),
     "local_blocks": forced(1, "init_blocks"),
-    "max_decode_tokens": integer(8, 1),
+    "max_decode_tokens": integer(8, 1, INT_MAX),
     "max_decode_query_len": integer(4, 1, 8),
-    "max_num_batched_tokens": integer(16, 1),
-    "max_num_seqs": integer(3, 1),
-    "max_model_len": integer(1024, 1),
-    "num_sparse_layers": integer(3, 1),
+    "max_num_batched_tokens": integer(16, 1, INT_MAX),
+    "max_num_seqs": integer(3, 1, INT_MAX),
+    "max_model_len": integer(1024, 1, INT_MAX),
+    "num_sparse_layers": integer(3, 1, INT_MAX),
     "row_offset": ROW_OFFSET,
 }
 
@@ -560,8 +562,9 @@ METHODS: dict[Callable[..., Any], dict[str, Argument]] = {
     on_axis(PLAN.prefill): {**PREFILL, "output": OUTPUT},
     PLAN.check_comm: {"comm": Argument(storage(8), WRONG_COMMS)},
     PLAN.warmup: {
-        "num_pages": integer(3, 1),
-        "table_width": integer(2, 1),
+        "num_pages": integer(3, 1, INT_MAX),
+        "table_width": integer(2, 1, INT_MAX),
+        "page_rows": integer(ROWS, ROWS, INT_MAX),
         "batch_sizes": Argument(
             [],
             [Wrong([0], ValueError, "in [1, 3]", "got 0"), Wrong([4], ValueError, "3]", "got 4")],
@@ -658,6 +661,121 @@ def test_only_int32_is_an_index():
                 with pytest.raises(TypeError, match=rf"\b{name} must be an int32 array") as raised:
                     function(**good | {name: value.astype(dtype)})
                 assert f"got dtype {np.dtype(dtype).name}" in str(raised.value)
+
+
+def test_an_index_in_the_other_byte_order_is_refused_as_that():
+    swapped = np.zeros(TOKENS, ">i4")
+    with pytest.raises(TypeError, match=r"num_valid_pages must be .* in the other byte order"):
+        on_axis(PLAN.decode)(**goods(DECODE) | {"num_valid_pages": swapped})
+
+
+# ---- the programs ----
+
+
+def program_calls() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Each program over all ranks on one device, with right host arguments by name."""
+    lengths = np.array([TOKENS, 0], I32)
+    window_plan = PLAN.prefill_window_plan(
+        lengths, lengths, np.zeros(2, I32), total_q=TOKENS, max_query_len=TOKENS, max_seq_len=9
+    )
+
+    def every_rank(array: np.ndarray) -> np.ndarray:
+        return np.stack([array] * WORLD)
+
+    decode = {
+        "index_q": np.zeros((TOKENS, 4, 128), F8),
+        "index_k": every_rank(INDEX_K.good),
+        "block_table": TABLE.good,
+        "seq_lens": np.ones(REQUESTS, I32),
+        "num_valid_pages": NVP.good,
+        "scores": every_rank(SCRATCH.good),
+        "output": every_rank(OUTPUT.good),
+    }
+    prefill = {
+        "query": decode["index_q"],
+        "index_k": decode["index_k"],
+        "block_table": TABLE.good,
+        "window_plan": jax.tree.map(np.asarray, window_plan),
+        "score_scratch": decode["scores"],
+        "num_valid_pages": NVP.good,
+        "carrier_view": every_rank(CARRIER.good),
+        "output": decode["output"],
+    }
+    comm = {"comm": jax.tree.map(every_rank, storage(8)), "slot": np.int32(0)}
+    write = {
+        "index_k": decode["index_k"],
+        "new_k": np.zeros((TOKENS, 128), F8),
+        "slot_mapping": np.zeros(TOKENS, I32),
+    }
+    return {
+        "decode": (PLAN.decode_program(decode_query_len=QUERY_LEN), decode),
+        "decode with comm": (
+            PLAN.decode_program(decode_query_len=QUERY_LEN, with_comm=True),
+            decode | comm,
+        ),
+        "prefill": (PLAN.prefill_program(), prefill),
+        "write": (PLAN.write_program(), write),
+    }
+
+
+@pytest.mark.parametrize("name", ["decode", "decode with comm", "prefill", "write"])
+def test_a_program_refuses_host_arrays_of_another_dtype_by_name(name):
+    """JAX itself would narrow them: page 2**32 + 5 would be page 5."""
+    program, good = program_calls()[name]
+    program.lower(*good.values())
+    for argument, value in good.items():
+        leaves, tree = jax.tree.flatten(value)
+        for i, leaf in enumerate(leaves):
+            other = np.float64 if leaf.dtype == F32 else np.int64
+            wide = [*leaves]
+            wide[i] = leaf.view(np.uint8) if leaf.dtype == F8 else np.asarray(leaf).astype(other)
+            bad = good | {argument: jax.tree.unflatten(tree, wide)}
+            want = (
+                rf"^{argument}\b.* must be of dtype {leaf.dtype.name}, got a numpy array of dtype "
+            )
+            for use in (program, program.lower, program.trace, program.eval_shape):
+                with pytest.raises(TypeError, match=want + wide[i].dtype.name):
+                    use(*bad.values())
+    for argument, value in good.items():
+        if isinstance(value, np.ndarray) and value.dtype == I32:
+            with pytest.raises(TypeError, match=rf"^{argument} .* in the other byte order"):
+                program(*(good | {argument: value.astype(">i4")}).values())
+
+
+def test_a_program_names_its_arguments_where_one_is_missing():
+    program, good = program_calls()["write"]
+    with pytest.raises(TypeError, match=r"3 arguments \(index_k, new_k, slot_mapping\), got 2"):
+        program(*list(good.values())[:2])
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"decode_query_len": True}, TypeError),
+        ({"decode_query_len": 1.0}, TypeError),
+        ({"decode_query_len": 0}, ValueError),
+        ({"decode_query_len": 5}, ValueError),
+        ({"tagged": 0}, TypeError),
+        ({"with_comm": 1}, TypeError),
+        ({"fused": 0}, TypeError),
+        ({"enable_pdl": 1}, TypeError),
+        ({"mesh": []}, TypeError),
+        ({"mesh": "icp"}, TypeError),
+    ],
+)
+def test_a_wrong_option_of_a_program_is_refused_and_poisons_nothing(options, error):
+    (name,) = options
+    for make in (PLAN.decode_program, PLAN.prefill_program, PLAN.write_program):
+        if name not in inspect.signature(make).parameters:
+            continue
+        least = {"decode_query_len": 1} if make == PLAN.decode_program else {}
+        with pytest.raises(error, match=f"^{name} must be"):
+            make(**least | options)
+        right = make(**least)
+        assert right is make(**least)
+    program, good = program_calls()["decode"]
+    output, _ = program(*good.values())
+    assert output.shape == good["output"].shape
 
 
 # ---- the axis and the mesh ----

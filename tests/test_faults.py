@@ -215,12 +215,16 @@ def test_strange_strides_of_numpy_arrays_are_read_right() -> None:
 
 @pytest.mark.parametrize("dtype", [np.int64, np.bool_, np.uint8, np.float32])
 def test_lengths_of_another_type_are_refused_by_name(dtype: Any) -> None:
+    """From the host, where JAX would narrow 64 bits without x64, and from a device."""
     arrays = ranks_of().decode_arrays(random_decode([300], 1, 128))
-    arrays[3] = np.ones(1, dtype)
     program = ranks_of().plan.decode_program(decode_query_len=1)
-    # With x64 off, JAX itself would make an int64 array 32 bits wide on the way in.
-    with jax.enable_x64(True), pytest.raises(TypeError, match="seq_lens must be an int32 array"):
+    arrays[3] = np.ones(1, dtype)
+    with pytest.raises(TypeError, match="seq_lens must be of dtype int32"):
         program(*arrays)
+    with jax.enable_x64(True):
+        arrays[3] = jnp.ones(1, dtype)
+        with pytest.raises(TypeError, match="seq_lens must be an int32 array"):
+            program(*arrays)
 
 
 def test_unwritten_rows_of_the_second_page_change_nothing() -> None:

@@ -103,14 +103,17 @@ def test_plans_are_values() -> None:
         ("init_blocks", 17, r"\[0, 16\]"),
         ("max_decode_query_len", 0, r"\[1, 8\]"),
         ("max_decode_query_len", 9, r"\[1, 8\]"),
-        ("max_decode_tokens", 0, ">= 1"),
-        ("max_num_batched_tokens", 0, ">= 1"),
-        ("max_num_seqs", -3, ">= 1"),
-        ("max_model_len", 0, ">= 1"),
-        ("num_sparse_layers", 0, ">= 1"),
+        ("max_decode_tokens", 0, r"\[1, 2147483647\]"),
+        ("max_num_batched_tokens", 0, r"\[1, 2147483647\]"),
+        ("max_num_seqs", -3, r"\[1, 2147483647\]"),
+        ("max_model_len", 0, r"\[1, 2147483647\]"),
+        ("num_sparse_layers", 0, r"\[1, 2147483647\]"),
         ("rank", 4, r"\[0, 3\]"),
         ("rank", -1, r"\[0, 3\]"),
-        ("row_offset", -8, ">= 0"),
+        ("max_model_len", 2**31, r"\[1, 2147483647\]"),
+        ("max_model_len", 10**10, r"\[1, 2147483647\]"),
+        ("row_offset", -8, r"\[0, 2147483392\]"),
+        ("row_offset", 8 * 10**12, r"\[0, 2147483392\]"),
         ("row_offset", 4, "multiple of 8"),
         ("backend", "cake", "'auto', 'mosaic', 'xla'"),
         ("backend", "cuda", "'auto', 'mosaic', 'xla'"),
@@ -120,6 +123,35 @@ def test_plans_are_values() -> None:
 def test_a_value_outside_its_range_is_named(name: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=rf"(?s){name} must be.*{message}.*got.*{value}"):
         prepare(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "kind", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64]
+)
+def test_limits_of_numpy_integers_are_python_ints(kind: Any) -> None:
+    """Computed with as they are they would wrap: -np.uint32(8192) is 4294959104."""
+    length = min(8192, int(np.iinfo(kind).max))
+    sizes = {
+        "world_size": 2, "page_size": 128, "num_index_heads": 4, "init_blocks": 1,
+        "local_blocks": 2, "max_decode_tokens": 100, "max_decode_query_len": 8,
+        "max_num_batched_tokens": 120, "max_num_seqs": 100, "max_model_len": length,
+        "num_sparse_layers": 3, "row_offset": 8, "rank": 1,
+    }  # fmt: skip
+    made = prepare(**{n: size if n == "page_size" else kind(size) for n, size in sizes.items()})
+    plain = prepare(**sizes)
+    assert made == plain
+    assert hash(made) == hash(plain)
+    values = [getattr(made.geometry, name) for name in sizes if name != "rank"]
+    assert {type(value) for value in [*values, made.rank]} == {int}
+    for name in ("decode_score_shape", "prefill_score_shape", "decode_pool_shape"):
+        assert getattr(made, name)() == getattr(plain, name)()
+    window = {"total_q": kind(9), "max_query_len": kind(9), "max_seq_len": kind(100)}
+    lengths = np.array([3], np.int32)
+    assert made.prefill_window_plan(lengths, lengths, lengths, **window).total_q == 9
+
+
+def test_the_longest_legal_context_is_the_longest_int32() -> None:
+    assert prepare(max_model_len=2**31 - 1).geometry.score_columns == 8192
 
 
 @pytest.mark.parametrize(
@@ -417,6 +449,9 @@ def test_window_plan_limits(bounds: dict[str, int], name: str) -> None:
         (4, lambda x: None, ValueError, "score_scratch"),
         (4, lambda x: x[:5], ValueError, "score_scratch"),
         (5, lambda x: x[:5], ValueError, "num_valid_pages"),
+        (5, lambda x: x[0], ValueError, "num_valid_pages"),
+        (5, lambda x: np.asarray(x)[0], TypeError, "num_valid_pages"),
+        (5, lambda x: None, TypeError, "num_valid_pages"),
         (6, lambda x: x[:, :5], ValueError, "carrier_view"),
         (6, lambda x: x[:3], ValueError, "carrier_view"),
         (7, lambda x: x[:5], ValueError, "output"),
@@ -480,7 +515,8 @@ def test_segment_lengths_that_would_wrap_never_overlap() -> None:
         ({"batch_sizes": [99]}, ValueError, r"batch_sizes\[0\] must be an int in \[1, 8\]"),
         ({"query_lens": [0]}, ValueError, r"query_lens\[0\] must be an int in \[1, 8\]"),
         ({"mesh": "x"}, TypeError, "mesh must be a jax.sharding.Mesh"),
-        ({"num_pages": 0}, ValueError, "num_pages must be an int >= 1"),
+        ({"num_pages": 0}, ValueError, r"num_pages must be an int in \[1, 2147483647\]"),
+        ({"page_rows": 63}, ValueError, r"page_rows must be an int in \[64, 2147483647\]"),
     ],
 )
 def test_warmup_names_what_is_wrong(changes: Any, error: type[Exception], match: str) -> None:
