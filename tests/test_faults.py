@@ -16,6 +16,7 @@ from typing import Any
 
 import chains
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import oracle
