@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -17,7 +18,8 @@ import oracle
 import pytest
 
 from msa_icp_jax import __main__ as command_line
-from msa_icp_jax.demo import context, reference
+from msa_icp_jax.demo import context, picture, reference
+from msa_icp_jax.demo.npz import NpzError
 
 ROOT = Path(__file__).resolve().parent.parent
 COMBINATIONS = [(world_size, page_size) for world_size in (2, 4) for page_size in (128, 256)]
@@ -261,9 +263,9 @@ def saved(**arrays):
     return buffer.getvalue()
 
 
-def zipped(**members):
+def zipped(compression=zipfile.ZIP_DEFLATED, **members):
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(buffer, "w", compression) as archive:
         for name, data in members.items():
             archive.writestr(f"{name}.npy", data)
     return buffer.getvalue()
@@ -277,7 +279,21 @@ def header(shape, descr="|u1"):
     return buffer.getvalue()
 
 
+def npy(text, *, version=1, data=b"", size=None):
+    """An .npy file whose header is any text, of any stated size."""
+    size = (len(text) if size is None else size).to_bytes(2 if version == 1 else 4, "little")
+    return b"\x93NUMPY" + bytes([version, 0]) + size + text.encode() + data
+
+
+def array_file(array):
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
 Q, K = some_bytes(2, 4, 128), some_bytes(300, 128)
+Q_FILE, K_FILE = array_file(Q), array_file(K)
+Q_STATED = "'fortran_order': False, 'shape': (2, 4, 128)}"
 
 
 @pytest.mark.parametrize(
@@ -286,7 +302,7 @@ Q, K = some_bytes(2, 4, 128), some_bytes(300, 128)
         (None, "No such file"),
         (b"", "not a zip file"),
         (b"PK\x03\x04 and then nothing", "not a zip file"),
-        (saved(q=Q), "must hold the arrays q and k, got q.npy"),
+        (saved(q=Q), "must hold the array k, got 'q.npy'"),
         (saved(q=Q, k=K.astype(np.float32)), r"k must be uint8 .* got dtype float32"),
         (saved(q=np.array([{}]), k=K), r"q must be uint8 .* got dtype object"),
         (saved(q=Q[:, :2], k=K), r"shape \[n, 4, 128\], got shape \[2, 2, 128\]"),
@@ -294,23 +310,115 @@ Q, K = some_bytes(2, 4, 128), some_bytes(300, 128)
         (saved(q=Q, k=K[0]), r"got shape \[128\]"),
         (saved(q=Q[:0], k=K), "1 to 4096 rows, got 0"),
         (saved(q=Q, k=K[:0]), "1 to 1048576 rows, got 0"),
-        (zipped(q=header((2, 4, 128)), k=header((1 << 40, 128))), "rows, got 1099511627776"),
+        (zipped(q=Q_FILE, k=header((1 << 40, 128))), "rows, got 1099511627776"),
         (zipped(q=header((4097, 4, 128)), k=header((1, 128))), "1 to 4096 rows, got 4097"),
-        (zipped(q=header((2, 4, 128)), k=header((300, 128))), "cannot be read"),
+        (zipped(q=header((2, 4, 128)), k=K_FILE), "q must be 1024 bytes by its header, got 0"),
         (zipped(q=b"no array", k=b""), "cannot be read"),
         (saved(q=Q, k=K)[:-200], "not a zip file"),
+        # What the parser of headers, which are Python's text, raises for text of other kinds.
+        (zipped(q=npy("{'descr':'''"), k=K_FILE), "cannot be read .*multi-line string"),
+        (zipped(q=npy("{[]: 1}"), k=K_FILE), "cannot be read .*unhashable"),
+        (zipped(q=npy("{1: 2, 'a': 3}"), k=K_FILE), "cannot be read .*not supported"),
+        (zipped(q=npy("[" * 300 + "]" * 300), k=K_FILE), "cannot be read .*parentheses"),
+        (zipped(q=npy("-" * 8000 + "1"), k=K_FILE), "cannot be read"),
+        (zipped(q=npy("{'descr': ('|u1',), " + Q_STATED), k=K_FILE), "cannot be read .*range"),
+        (zipped(q=npy("{'descr': '|u1,,', " + Q_STATED), k=K_FILE), "cannot be read"),
+        (
+            zipped(q=npy("{'descr': '|u1', " + Q_STATED, version=3), k=K_FILE),
+            "version 1 or 2, got 3",
+        ),
+        (zipped(q=npy("{", version=2, size=600 << 20), k=K_FILE), "expected 629145600 bytes"),
+        (zipped(q=Q_FILE[:-1], k=K_FILE), "q must be 1024 bytes by its header, got 1023"),
+        (zipped(q=Q_FILE + b"x", k=K_FILE), "q must be 1024 bytes by its header, got 1025"),
+        (zipped(zipfile.ZIP_LZMA, q=Q_FILE, k=K_FILE), "q must be stored or deflated"),
+        (zipped(zipfile.ZIP_BZIP2, q=Q_FILE, k=K_FILE), "q must be stored or deflated"),
     ],
 )
 def test_a_bad_index_file_is_refused_with_its_reason(data, message, tmp_path, capsys):
     path = tmp_path / "bad.npz"
     if data is not None:
         path.write_bytes(data)
-    with pytest.raises(context.IndexFileError, match=message):
+    with pytest.raises(NpzError, match=message):
         context.read_context(path)
     assert command_line.main(["demo", "--index-file", str(path)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert re.search(message, said.err)
+    assert said.err.count("\n") == 1
+
+
+def test_the_member_whose_header_is_checked_is_the_one_that_is_read(tmp_path):
+    path = tmp_path / "double.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("q", array_file(Q.astype(np.float64)))
+        archive.writestr("q.npy", array_file(np.asfortranarray(Q)))
+        archive.writestr("k", header((1 << 40, 128)))
+        archive.writestr("k.npy", K_FILE)
+    found = context.read_context(path)
+    assert np.array_equal(found.q, Q)
+    assert np.array_equal(found.k, K)
+
+
+def test_a_header_of_any_stated_length_takes_no_memory(tmp_path):
+    path, size = tmp_path / "long.npz", 64 << 20
+    path.write_bytes(zipped(q=npy(" " * size, version=2), k=K_FILE))
+    tracemalloc.start()
+    try:
+        with pytest.raises(NpzError, match=f"expected {size} bytes"):
+            context.read_context(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 << 20
+
+
+def test_bytes_changed_anywhere_in_a_file_never_escape_as_another_error(tmp_path):
+    rng, path = np.random.default_rng(0), tmp_path / "changed.npz"
+    whole, refused = zipped(q=Q_FILE, k=K_FILE), 0
+    for at in [*range(200), *range(len(whole) - 200, len(whole))]:
+        changed = bytearray(whole)
+        changed[at] = rng.integers(256)
+        path.write_bytes(changed)
+        try:
+            context.read_context(path)
+        except NpzError:
+            refused += 1
+    assert refused > 100
+
+
+# ---- names of files ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [b"a$x_{$.npz", b"\xff.npz", "\u4e2d.npz".encode()])
+def test_a_file_of_any_name_is_answered_and_drawn(name, tmp_path):
+    path = tmp_path / os.fsdecode(name)
+    np.savez(path, q=some_bytes(1, 4, 128), k=some_bytes(300, 128) & 0xBF)
+    arguments = ["--index-file", path]
+    drawn = path.with_suffix(".png")
+    if importlib.util.find_spec("matplotlib"):
+        arguments += ["--out", drawn]
+    done = run_demo(*arguments, cwd=tmp_path, PYTHONIOENCODING="ascii:strict")
+    assert done.returncode == 0, done.stderr
+    assert "exact: all" in done.stdout
+    if "--out" in arguments:
+        assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_fails_late_does_not_take_the_answers_along(
+    index_file, monkeypatch, capsys, tmp_path
+):
+    pytest.importorskip("matplotlib")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(picture, "draw", full)
+    out = ["--out", str(tmp_path / "picture.png")]
+    assert command_line.main(["demo", "--json", "--index-file", str(index_file), *out]) == 2
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert (found["exact"], found["picture"]) == (True, None)
+    assert "no picture: [Errno 28] No space left on device" in said.err
 
 
 def test_a_picture_that_cannot_be_written_is_refused_before_the_work(tmp_path, capsys):

@@ -11,12 +11,13 @@ import argparse
 import importlib.util
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
 
 from msa_icp_jax import geometry
-from msa_icp_jax.demo import context, picture, progress, reference, report, serve
+from msa_icp_jax.demo import context, npz, picture, progress, reference, report, serve
 
 MOST_DIFFERENCES = 20  # that are named; all are counted
 DEFAULT_PICTURE = Path("msa-icp-demo.png")
@@ -82,7 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
             if arguments.index_file is None
             else context.read_context(arguments.index_file)
         )
-    except (context.IndexFileError, OSError) as error:
+    except (npz.NpzError, OSError) as error:
         progress.say(f"msa_icp_jax demo: {error}")
         return UNUSABLE
 
@@ -105,16 +106,22 @@ def main(arguments: argparse.Namespace) -> int:
     }
 
     text = report.describe(found, len(prefilled))
+    status = SAME if found["exact"] else DIFFERENT
     if picture_path is not None:
-        picture.draw(picture_path, found, scores)
-        text += f"\npicture: {picture_path}"
+        try:
+            picture.draw(picture_path, found, scores)
+        except OSError as error:  # a full disk must not take the answers with it
+            progress.say(f"msa_icp_jax demo: no picture: {error}")
+            picture_path, status = None, UNUSABLE if status == SAME else status
+        else:
+            text += f"\npicture: {picture_path}"
     if arguments.json:
         found["picture"] = None if picture_path is None else str(picture_path)
         progress.say(text)
         print(json.dumps(found, allow_nan=False))
     else:
-        print(text)
-    return SAME if found["exact"] else DIFFERENT
+        print(progress.printable(text, sys.stdout.encoding))
+    return status
 
 
 def compare(

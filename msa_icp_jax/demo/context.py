@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.resources
-import zipfile
-import zlib
 from pathlib import Path
-from typing import IO
 
 import numpy as np
+
+from msa_icp_jax.demo.npz import NpzError, read_npz
 
 MAX_TOKENS = 1 << 20
 MAX_QUERIES = 4096
 PREFILL_TOKENS = 2048
-
-
-class IndexFileError(Exception):
-    """The user's file cannot be used; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,43 +64,29 @@ def read_context(path: Path) -> Context:
     """A user's `q` [n, 4, 128] and `k` [m, 128] from an .npz file.
 
     Raises:
-      IndexFileError: the file cannot be read, or an array is missing or has the wrong dtype, shape
-        or size; the headers are checked before anything of the size they state is allocated.
+      NpzError: the file cannot be read, or an array is missing or has the wrong dtype, shape or
+        size; the headers are checked before anything of the size they state is allocated.
     """
-    try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            _check_header(archive, "q", (MAX_QUERIES, 4, 128))
-            _check_header(archive, "k", (MAX_TOKENS, 128))
-            file.seek(0)
-            with np.load(file, allow_pickle=False) as arrays:
-                q, k = arrays["q"], arrays["k"]
-    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise IndexFileError(f"{path} cannot be read as an .npz file: {error}") from error
+    arrays = read_npz(
+        path,
+        {
+            "q": functools.partial(_check_header, "q", (MAX_QUERIES, 4, 128)),
+            "k": functools.partial(_check_header, "k", (MAX_TOKENS, 128)),
+        },
+    )
+    q, k = arrays["q"], arrays["k"]
     return Context(str(path), q, k, [f"query {i}" for i in range(len(q))], None)
 
 
-def _check_header(archive: zipfile.ZipFile, name: str, most: tuple[int, ...]) -> None:
+def _check_header(
+    name: str, most: tuple[int, ...], shape: tuple[int, ...], dtype: np.dtype
+) -> None:
     """Raises unless the array is uint8 of shape [1 to most[0], *most[1:]]."""
-    if f"{name}.npy" not in archive.namelist():
-        have = ", ".join(sorted(archive.namelist())) or "nothing"
-        raise IndexFileError(f"the file must hold the arrays q and k, got {have}")
-    with archive.open(f"{name}.npy") as member:
-        shape, dtype = _read_header(member)
     sizes = ", ".join(["n" if name == "q" else "m", *map(str, most[1:])])
     wanted = f"{name} must be uint8 (bytes of float8_e4m3fn) of shape [{sizes}]"
     if dtype != np.uint8:
-        raise IndexFileError(f"{wanted}, got dtype {dtype}")
+        raise NpzError(f"{wanted}, got dtype {dtype}")
     if len(shape) != len(most) or shape[1:] != most[1:]:
-        raise IndexFileError(f"{wanted}, got shape {list(shape)}")
+        raise NpzError(f"{wanted}, got shape {list(shape)}")
     if not 1 <= shape[0] <= most[0]:
-        raise IndexFileError(f"{wanted} with 1 to {most[0]} rows, got {shape[0]}")
-
-
-def _read_header(member: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype that an .npy file states."""
-    version = np.lib.format.read_magic(member)
-    if version == (1, 0):
-        shape, _, dtype = np.lib.format.read_array_header_1_0(member)
-    else:  # raises for what is no version 2.0 header
-        shape, _, dtype = np.lib.format.read_array_header_2_0(member)
-    return shape, dtype
+        raise NpzError(f"{wanted} with 1 to {most[0]} rows, got {shape[0]}")

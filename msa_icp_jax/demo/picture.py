@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from msa_icp_jax.demo.progress import printable
 from msa_icp_jax.demo.reference import INIT_BLOCKS, LOCAL_BLOCKS
 
 _MOST_PANELS = 16
@@ -38,11 +39,13 @@ def draw(path: Path, found: dict[str, Any], scores: np.ndarray) -> None:
         panel.set_xlabel("block of 128 tokens")
         panel.tick_params(labelbottom=True)
     figure.supylabel("block score, head 0: largest q.k over the block's keys")
+    source = printable(found["source"], "ascii")  # a file's name, which the font may lack signs of
     verdict = "equal to" if found["exact"] else "NOT equal to"
     figure.suptitle(
-        f"The 16 blocks chosen from {found['tokens']:,} tokens ({found['source']})\n"
+        f"The 16 blocks chosen from {found['tokens']:,} tokens ({source})\n"
         f"{found['world_size']} ranks, pages of {found['page_size']}, backend {found['backend']}: "
-        f"{verdict} one rank that holds every key"
+        f"{verdict} one rank that holds every key",
+        parse_math=False,
     )
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
@@ -70,7 +73,7 @@ def _draw_question(panel: Any, question: dict[str, Any], scores: np.ndarray) -> 
         ha="center",
         va="bottom",
     )
-    panel.set_title(question["question"], fontsize=10, loc="left")
+    panel.set_title(question["question"], fontsize=10, loc="left", parse_math=False)
     panel.margins(x=0.03, y=0.1)
     low, high = panel.get_ylim()
     panel.set_ylim(low, high + 0.2 * (high - low))  # room for the best block's number

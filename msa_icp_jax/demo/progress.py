@@ -20,7 +20,13 @@ def track[Item](label: str, items: Sequence[Item]) -> Iterator[Item]:
 
 def say(message: str) -> None:
     """One line on stderr."""
-    print(message, file=sys.stderr, flush=True)
+    print(printable(message, sys.stderr.encoding), file=sys.stderr, flush=True)
+
+
+def printable(text: str, encoding: str | None) -> str:
+    """The text with escapes for what `encoding` lacks, such as undecodable bytes of file names."""
+    encoding = encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _bar[Item](label: str, items: Sequence[Item]) -> Iterator[Item]:
