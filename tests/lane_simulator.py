@@ -8,7 +8,7 @@ Where threads branch apart, all sides run and a mask decides whose stores count.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,11 +35,13 @@ class Lane:
     __and__ = lambda a, b: a._with(b, np.bitwise_and)  # noqa: E731
     __or__ = lambda a, b: a._with(b, np.bitwise_or)  # noqa: E731
     __xor__ = lambda a, b: a._with(b, np.bitwise_xor)  # noqa: E731
+    __lshift__ = lambda a, b: a._with(b, np.left_shift)  # noqa: E731
     __rshift__ = lambda a, b: a._with(b, np.right_shift)  # noqa: E731
     __lt__ = lambda a, b: a._with(b, np.less)  # noqa: E731
     __le__ = lambda a, b: a._with(b, np.less_equal)  # noqa: E731
     __gt__ = lambda a, b: a._with(b, np.greater)  # noqa: E731
     __ge__ = lambda a, b: a._with(b, np.greater_equal)  # noqa: E731
+    __invert__ = lambda a: Lane(~a.value)  # noqa: E731
     eq = lambda a, b: a._with(b, np.equal)  # noqa: E731
     ne = lambda a, b: a._with(b, np.not_equal)  # noqa: E731
 
@@ -79,6 +81,10 @@ class Words:
         live = _masks[-1]
         self.memory.view(np.int32)[self.at[live]] = value.value.view(np.int32)[live]
 
+    def store_vector(self, values: Sequence[Lane]) -> None:
+        for i, value in enumerate(values):
+            (self + i).store(value)
+
 
 @contextlib.contextmanager
 def _when(condition: Lane) -> Iterator[None]:
@@ -105,6 +111,13 @@ def _per_warp(x: Lane, op: Any) -> Lane:
     return Lane(np.repeat(op(x.value.reshape(-1, WARP), axis=1), WARP))
 
 
+def _from_lane(x: Lane, source: Any) -> Lane:
+    source = source.value if isinstance(source, Lane) else np.asarray(source)
+    source = np.broadcast_to(source, (THREADS,))
+    by_warp = x.value.reshape(-1, WARP), source.reshape(-1, WARP) % WARP
+    return Lane(np.take_along_axis(*by_warp, axis=1).ravel())
+
+
 def _choose(condition: Lane, _: Any, then: Any, otherwise: Any) -> tuple[Lane, ...]:
     with _when(condition):
         yes = then()
@@ -124,6 +137,26 @@ def _loop(start: Lane, stop: Lane, step: int, carry: Any, body: Any) -> tuple[La
     return carry
 
 
+def _repeat_while(carry: Any, condition: Any, body: Any) -> tuple[Lane, ...]:
+    carry = tuple(carry)
+    while (goes_on := Lane(condition(*carry).value & _masks[-1])).value.any():
+        with _when(goes_on):
+            after = body(*carry)
+        carry = tuple(_where(goes_on, a, b) for a, b in zip(after, carry, strict=True))
+    return carry
+
+
+def ballot(condition: Lane) -> Lane:
+    """Bit l: lane l's predicate, as int32."""
+    bits = condition.value.reshape(-1, WARP).astype(np.uint64) << np.arange(WARP, dtype=np.uint64)
+    return Lane(np.repeat(bits.sum(axis=1), WARP).astype(np.uint32).view(np.int32))
+
+
+def _lowest_bit(x: Lane) -> Lane:
+    low = (x.value & -x.value.astype(np.int64)).astype(np.float64)
+    return Lane(np.log2(np.maximum(np.abs(low), 1)).astype(np.int32))
+
+
 def simulate(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
     """Makes `module`'s pieces compute in numpy; memory references are flat arrays of words."""
     lanes = SimpleNamespace(
@@ -131,7 +164,18 @@ def simulate(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
         f32=lambda: np.float32,
         choose=_choose,
         loop=_loop,
+        repeat_while=_repeat_while,
+        lowest_bit=_lowest_bit,
+        thread=lambda: Lane(np.arange(THREADS, dtype=np.int32)),
         clip=lambda x, low, high: _minimum(_maximum(x, low), high),
+        minimum=_minimum,
+        maximum=_maximum,
+        when=_when,
+        fresh=lambda x: x,
+        warp_barrier=lambda: None,
+        warp_from=_from_lane,
+        warp_xor=lambda x, distance: _from_lane(x, np.arange(THREADS) ^ distance),
+        warp_max=lambda x: _per_warp(x, np.max),
         warp_min=lambda x: _per_warp(x, np.min),
         warp_ballot=lambda x: _per_warp(x.to_i32(), np.max),
     )

@@ -1,4 +1,4 @@
-"""Top16 of four short rows at once: eight lanes a row, in registers.
+"""Top16 of four short rows of a wide plane at once: eight lanes a row, in registers.
 
 The eight lanes of a row sort what they hold by a network and merge with each other until each has
 the row's 16 largest values, so that the 16th, the *bar*, is known. The columns that reach it are
@@ -13,9 +13,10 @@ import functools
 from msa_icp_jax.geometry import TOPK
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, f32, i32, int32, where
+from msa_icp_jax.ops._mosaic.networks import best_half, descending, descending_of_bitonic
 
 ROWS = 4  # of a warp
-SIZES = (8, 16, 32)  # columns a lane can hold
+SIZES = (8, 16)  # columns a lane can hold
 _LANES = 8  # of a row
 _VECTOR = 4  # neighbouring columns of a load
 _CHUNK = _LANES * _VECTOR  # columns of a row that one load of its lanes covers
@@ -102,56 +103,18 @@ def _inf() -> Lane:
 
 def _sixteenth_largest(values: list[Lane]) -> Lane:
     """The 16th largest of what the eight lanes of a row hold; each gets it."""
-    runs = [_sorted(values[i : i + TOPK]) for i in range(0, len(values), TOPK)]
-    best = functools.reduce(lambda a, b: _bitonic_sorted(_best_half(a, b)), runs)
+    runs = [descending(values[i : i + TOPK]) for i in range(0, len(values), TOPK)]
+    best = functools.reduce(lambda a, b: descending_of_bitonic(best_half(a, b)), runs)
     distances = [1, 2, 4]
     if len(best) < TOPK:
-        best = _bitonic_sorted(best + _from_lane(best, distances.pop(0))[::-1])
+        best = descending_of_bitonic(best + _from_lane(best, distances.pop(0))[::-1])
     while len(distances) > 1:
-        best = _bitonic_sorted(_best_half(best, _from_lane(best, distances.pop(0))))
-    return functools.reduce(lanes.minimum, _best_half(best, _from_lane(best, distances[0])))
+        best = descending_of_bitonic(best_half(best, _from_lane(best, distances.pop(0))))
+    return functools.reduce(lanes.minimum, best_half(best, _from_lane(best, distances[0])))
 
 
 def _from_lane(values: list[Lane], distance: int) -> list[Lane]:
     return [lanes.warp_xor(x.bits(i32()), distance).bits(f32()) for x in values]
-
-
-def _best_half(a: list[Lane], b: list[Lane]) -> list[Lane]:
-    """The larger half of two descending lists of the same length, as a bitonic sequence."""
-    return [lanes.maximum(x, y) for x, y in zip(a, b[::-1], strict=True)]
-
-
-def _sorted(values: list[Lane]) -> list[Lane]:
-    """Descending, by Batcher's odd-even merge network (the length is a power of two)."""
-    values, size = list(values), len(values)
-    run = 1
-    while run < size:
-        step = run
-        while step:
-            for start in range(step % run, size - step, 2 * step):
-                for i in range(start, min(start + step, size - step)):
-                    if i // (2 * run) == (i + step) // (2 * run):
-                        _exchange(values, i, i + step)
-            step //= 2
-        run *= 2
-    return values
-
-
-def _bitonic_sorted(values: list[Lane]) -> list[Lane]:
-    """A bitonic sequence (rising then falling, or rotated), descending."""
-    values, step = list(values), len(values) // 2
-    while step:
-        for i in range(len(values)):
-            if not i & step:
-                _exchange(values, i, i + step)
-        step //= 2
-    return values
-
-
-def _exchange(values: list[Lane], i: int, j: int) -> None:
-    """Puts the larger value first."""
-    a, b = values[i], values[j]
-    values[i], values[j] = lanes.maximum(a, b), lanes.minimum(a, b)
 
 
 def _write_columns(mask: Lane, of_row: Lane, found: Words, first: Lane) -> None:

@@ -1,9 +1,10 @@
 """Top16 select on Hopper: one launch, a warpgroup a CTA.
 
 Where rows are few or long, the four warps of a CTA share a row (`long_rows`). Elsewhere a CTA walks
-its share of the tokens, a warp a head; four tokens in turn whose rows are all short go a token a
-warp instead (`short_rows`), and only the few rows which that leaves open (scores that tie for the
-last place) take the long rows' way.
+its share of the tokens: of a narrow plane a warp takes four tokens at a time (`paired_rows`), of a
+wide one a head; four tokens in turn whose rows are all short go a token a warp there
+(`short_rows`). The few rows which that leaves open (scores that tie for the last place) take the
+long rows' way.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jaxlib.mlir import ir
 
 from msa_icp_jax import rows as candidate_rows
 from msa_icp_jax.geometry import NUM_HEADS, TOPK, cdiv
-from msa_icp_jax.ops._mosaic import lanes, long_rows, short_rows
+from msa_icp_jax.ops._mosaic import lanes, long_rows, paired_rows, short_rows
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, f32, i32, int32, where
 from msa_icp_jax.ops._mosaic.launch import CTA, Target, launch, writable, written
 from msa_icp_jax.ops._mosaic.long_rows import (
@@ -43,8 +44,9 @@ from msa_icp_jax.rows import READY, ROW_WORDS, TAGGED_WORDS
 _WARP_COLUMNS = 2048  # what one warp can hold of a row: 64 registers a lane
 _QUICK_COLUMNS = 2048  # up to here one warp is as quick as four
 _CTAS_PER_SM = 5  # that fit where a warp takes a row
-_SHORT_PLANE = short_rows.capacity(short_rows.SIZES[-1])  # up to here every row is a short one
 _WARP = 32
+_PAIRED_TOKENS = paired_rows.ROWS // NUM_HEADS  # that a warp takes at a time
+_CTA_TOKENS = _PAIRED_TOKENS * WARPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,20 +85,20 @@ class Select:
         return 2 * TAGGED_WORDS if self.tagged else ROW_WORDS
 
     @property
-    def short_sizes(self) -> tuple[int, ...]:
-        """Columns that a lane may hold when four short rows are selected at once.
+    def paired(self) -> bool:
+        """Whether a warp takes four tokens at a time."""
+        narrow = self.columns <= paired_rows.CAPACITY and long_rows.vector_of(self.columns) > 1
+        return narrow and self.team == 1 and not self.direct
 
-        The largest size takes so many registers that planes of longer rows do without it.
-        """
-        if self.team > 1 or long_rows.vector_of(self.columns) == 1:
-            return ()
-        if self.columns > _SHORT_PLANE:
-            return short_rows.SIZES[:-1]
-        return tuple(
-            s
-            for i, s in enumerate(short_rows.SIZES)
-            if i == 0 or self.columns > short_rows.capacity(short_rows.SIZES[i - 1])
-        )
+    @property
+    def takes_short(self) -> bool:
+        """Whether four short rows are selected at once."""
+        return self.team == 1 and long_rows.vector_of(self.columns) > 1 and not self.paired
+
+    @property
+    def warp_words(self) -> int:
+        """Words of shared memory of a warp."""
+        return max(TEAM_WORDS, paired_rows.WARP_WORDS) if self.paired else TEAM_WORDS
 
 
 def select_rows(
@@ -148,7 +150,7 @@ def select_rows(
         name="select_rows",
         target=target,
         grid=(ctas,),
-        scratch_types={"shared": plgpu.SMEM((WARPS, TEAM_WORDS), jnp.int32)},
+        scratch_types={"shared": plgpu.SMEM((WARPS, facts.warp_words), jnp.int32)},
     )
     if rows is None:
         shape = (TAGGED_WORDS, 2) if facts.tagged else (ROW_WORDS,)
@@ -166,10 +168,11 @@ def _grid(tokens: int, columns: int, target: Target) -> tuple[int, int, bool]:
         team, ctas = 1, tokens
     elif few or columns > _WARP_COLUMNS:
         team, ctas = WARPS, tokens * NUM_HEADS
-    elif columns > _SHORT_PLANE:
+    elif columns > paired_rows.CAPACITY:
         team, ctas = 1, min(tokens, target.sms * _CTAS_PER_SM)
     else:
-        team, ctas = 1, min(tokens, max(target.sms, cdiv(tokens, WARPS)))
+        at_once = _CTA_TOKENS if long_rows.vector_of(columns) > 1 else WARPS
+        team, ctas = 1, min(tokens, max(target.sms, cdiv(tokens, at_once)))
     if target.interpret:
         return team, min(ctas, target.sms), False
     return team, ctas, few
@@ -316,12 +319,13 @@ class Thread:
         self.lane = thread & (_WARP - 1)
         # Read from lane 0, which tells the compiler that it is the same in the whole warp.
         self.warp = lanes.warp_from(thread >> 5, 0)
-        self.shared = shared + self.warp * TEAM_WORDS if facts.team == 1 else shared
+        self.shared = shared + self.warp * facts.warp_words if facts.team == 1 else shared
 
     def select(self, cta: Lane) -> None:
         """Selects the share of a CTA."""
         if self.facts.team == 1:
-            self._select_tokens(*share_out(cta, self.facts.tokens, self.facts.ctas))
+            select = self._select_paired if self.facts.paired else self._select_tokens
+            select(*share_out(cta, self.facts.tokens, self.facts.ctas))
             return
 
         def one_row(row: Lane) -> list[Lane]:
@@ -374,6 +378,93 @@ class Thread:
         inside.shared = Words(lanes.fresh(Lane(self.shared.pointer)).value)
         return inside
 
+    def _select_paired(self, start: Lane, stop: Lane) -> None:
+        """Rows of tokens [start, stop): a warp four tokens, or a head where not all are regular."""
+
+        def up_to_32(first: Lane) -> list[Lane]:
+            (count,) = lanes.choose(
+                first + self.lane < stop,
+                [i32()],
+                lambda: [(self.counts + (first + self.lane)).load()],
+                lambda: [int32(0)],
+            )
+            irregular = lanes.warp_ballot((first + self.lane < stop) & self._is_irregular(count))
+            last = lanes.minimum(first + _WARP, stop)
+
+            def count_of(token: Lane) -> Lane:
+                return lanes.warp_from(count, token - first)
+
+            def step(token: Lane) -> list[Lane]:
+                together = ((irregular >> (token - first)) & ((1 << _CTA_TOKENS) - 1)).eq(0)
+                base = where(together, token + self.warp * _PAIRED_TOKENS, token)
+
+                def four_tokens() -> list[Lane]:
+                    mine = base + (self.lane >> 3)
+                    live = mine < last
+                    return [self._in_loop()._select_sixteen(base, count_of(mine), live)]
+
+                # Bit 2 r: row r = 4 (token - base) + head is still to be selected.
+                one = int32(1) << (self.warp * 2)
+                (left,) = lanes.choose(together, [i32()], four_tokens, lambda: [one])
+
+                def one_row(left: Lane) -> list[Lane]:
+                    row = lanes.lowest_bit(left) >> 1
+                    mine = base + (row >> 2)
+                    self._in_loop()._select_row(mine, row & 3, self._bounds(count_of(mine)))
+                    return [left & (left - 1)]
+
+                lanes.repeat_while([left], lambda left: left.ne(0), one_row)
+                return [token + where(together, int32(_CTA_TOKENS), int32(1))]
+
+            lanes.repeat_while([first], lambda token: token < last, step)
+            return [first + _WARP]
+
+        lanes.repeat_while([start], lambda first: first < stop, up_to_32)
+
+    def _is_irregular(self, count: Lane) -> Lane:
+        """Whether a token's candidates do not begin at column 0: the offset is none of a shard."""
+        return self._bounds(count).first.ne(0)
+
+    def _select_sixteen(self, base: Lane, count: Lane, live: Lane) -> Lane:
+        """Selects the rows of four tokens from `base` on in this warp.
+
+        Args:
+          base: the first token.
+          count: visible blocks of this lane's token, base + lane // 8.
+          live: whether that token is one to select.
+
+        Returns:
+          Bit 2 r: row r, of token base + r // 4 and head r % 4, is left to be selected otherwise.
+        """
+        bounds = self._bounds(count)
+        first_row = base.to_i64() * NUM_HEADS
+        rows = paired_rows.Rows(
+            scores=self.scores + first_row * self.facts.columns,
+            columns=self.facts.columns,
+            front=bounds.front,
+            back=bounds.back,
+            stop=where(live, bounds.stop, 0),
+            ids=(self.facts.index_scale, self.offset),
+            lane=self.lane,
+            shared=self.shared,
+        )
+        good, lower = rows.find_top16()
+        done = lanes.warp_ballot(live & good)
+        lanes.warp_barrier()
+
+        def one_token(i: Lane) -> list[Lane]:
+            for head in range(NUM_HEADS):
+                row = i * NUM_HEADS + head
+                place = paired_rows.place_of(row, self.lane, lanes.warp_from(lower, row * 2))
+                word = (self.shared + place).load()
+                with lanes.when((done & (int32(1) << row * 2)).ne(0)):
+                    self._store_row(base + i, int32(head), word)
+            return []
+
+        lanes.loop(int32(0), int32(_PAIRED_TOKENS), 1, [], one_token)
+        lanes.warp_barrier()  # before the shared memory is used again
+        return lanes.warp_ballot(live) & ~done & 0x55555555
+
     def _select_tokens(self, start: Lane, stop: Lane) -> None:
         """Rows of tokens [start, stop): a warp a head, or a warp a token where all are short."""
 
@@ -392,7 +483,7 @@ class Thread:
                 mine = where(together, token + self.warp, token)
                 bounds = self._bounds(lanes.warp_from(count, mine - first))
                 head, stop_head = where(together, 0, self.warp), where(together, 4, self.warp + 1)
-                if self.facts.short_sizes:
+                if self.facts.takes_short:
                     done = self._in_loop()._select_short(mine, bounds, together & (mine < last))
                     stop_head = where(done | (mine >= last), 0, stop_head)
 
@@ -410,16 +501,14 @@ class Thread:
 
     def _is_long(self, count: Lane) -> Lane:
         """Whether a token's rows cannot be selected four at once."""
-        sizes = self.facts.short_sizes
-        if not sizes:
+        if not self.facts.takes_short:
             return lanes.constant(1, lanes.i1())
         bounds = self._bounds(count)
         stop = where(bounds.first.eq(0), bounds.stop, 0)
-        return (stop < TOPK) | (stop > short_rows.capacity(sizes[-1]))
+        return (stop < TOPK) | (stop > short_rows.capacity(short_rows.SIZES[-1]))
 
     def _select_short(self, token: Lane, bounds: Bounds, wanted: Lane) -> Lane:
         """Selects the four heads of a token in this warp if that is wanted and works out."""
-        sizes = self.facts.short_sizes
         found = self.shared + COLUMNS_AT
         row = token.to_i64() * NUM_HEADS + (self.lane >> 3).to_i64()
         scores = self.scores + row * self.facts.columns
@@ -436,7 +525,9 @@ class Thread:
             return list(lanes.choose(fits, [lanes.i1()], small, large))
 
         no = lanes.constant(0, lanes.i1())
-        (done,) = lanes.choose(wanted, [lanes.i1()], lambda: smallest_of(sizes), lambda: [no])
+        (done,) = lanes.choose(
+            wanted, [lanes.i1()], lambda: smallest_of(short_rows.SIZES), lambda: [no]
+        )
         with lanes.when(done):
             for half in range(2):
                 self._store_found(token, self.lane + half * _WARP, found)
@@ -499,9 +590,12 @@ class Thread:
         lanes.warp_barrier()  # before the shared memory is used again
 
     def _store(self, token: Lane, head: Lane) -> None:
-        """Stores the row's 32 words together, one a lane, and the flag unless rows are tagged."""
+        """Stores the row that the long rows' way has left in shared memory."""
+        self._store_row(token, head, (self.shared + (self.lane + WORDS_AT)).load())
+
+    def _store_row(self, token: Lane, head: Lane, word: Lane) -> None:
+        """Stores a row's 32 words together, one a lane, and the flag unless rows are tagged."""
         target = self._target(token, head)
-        word = (self.shared + (self.lane + WORDS_AT)).load()
         self._store_word(target, self.lane, word, token, head)
         if not self.facts.tagged:
             with lanes.when(self.lane.eq(0)):
