@@ -62,7 +62,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--steps", type=step_count, default=200, help="steps of each server (200)")
-    add("--seed", type=int, default=1, help="of the request stream (1)")
+    add("--seed", type=seed, default=1, help="of the request stream (1)")
     add("--page-size", type=int, default=128, choices=(128, 256), help="tokens of a page (128)")
     add("--one-device", action="store_true", help="run all ranks on one device")
     add("--json", action="store_true", help="print the result as JSON")
@@ -87,6 +87,13 @@ def step_count(text: str) -> int:
     """More than are on their way at a time, so that there is something to read and measure."""
     if int(text) <= LAG + 1:
         raise argparse.ArgumentTypeError(f"must be more than {LAG + 1}, got {text}")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """numpy's generators take any int that is not negative."""
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
     return int(text)
 
 

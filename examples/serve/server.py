@@ -190,8 +190,14 @@ class Server:
             raise ValueError("the prompt must be int32 [n] with n >= 1")
         if request.max_new < 1:
             raise ValueError(f"max_new must be at least 1, got {request.max_new}")
-        if len(request.prompt) + request.max_new + self.config.query_len > self.config.max_len:
-            raise ValueError("the request is longer than max_len")
+        length = len(request.prompt) + request.max_new + self.config.query_len
+        if length > self.config.max_len:
+            raise ValueError(
+                f"the request needs {length} positions, max_len is {self.config.max_len}"
+            )
+        pages = -(-length // self.config.page_size)
+        if pages > self.config.pages:
+            raise ValueError(f"the request needs {pages} pages, the cache has {self.config.pages}")
         self.waiting.append(request)
 
     def run_step(self) -> int:
