@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export as jax_export
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.append(str(EXAMPLES))
@@ -120,32 +124,136 @@ def test_too_long_a_request_is_refused() -> None:
         server.submit(Request(np.zeros(246, np.int32), 10))
 
 
+def test_a_request_that_could_never_have_its_pages_is_refused() -> None:
+    config = model.Config(layers=1, pages=2, slots=1, max_len=1024)
+    server = Server(config, model.init_params(config), None)
+    with pytest.raises(ValueError, match="needs 3 pages, the cache has 2"):
+        server.submit(Request(np.zeros(243, np.int32), 10))
+    server.submit(Request(np.zeros(242, np.int32), 10))  # 256 positions with the drafts
+    server._join()
+    assert not server.waiting
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--seed", "-1"], "--seed: must be at least 0, got -1"),
+        (["--seed", "x"], "--seed: invalid seed value: 'x'"),
+        (["--steps", "3"], "--steps: must be more than 3, got 3"),
+    ],
+)
+def test_a_wrong_argument_is_named(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    assert words in capsys.readouterr().err
+
+
 # ---- ahead of time ----
 
 
-def test_exported_step_runs_in_a_fresh_process_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder of an exported step, and what saving it said."""
+    folder = tmp_path_factory.mktemp("step")
+    params = model.init_params(CONFIG)
+    return folder, aot.save(CONFIG, params, cli.device_mesh(aot.WORLD_SIZE), folder)["saved"]
+
+
+def test_exported_step_runs_in_a_fresh_process_with_the_same_bits(
+    exported: tuple[Path, dict[str, Any]],
+) -> None:
+    folder, saved = exported
     params = model.init_params(CONFIG)
     mesh = cli.device_mesh(aot.WORLD_SIZE)
-    saved = aot.save(CONFIG, params, mesh, tmp_path)["saved"]
     assert saved["cpu"]["mosaic_kernels"] == 0
     assert saved["cuda"]["mosaic_kernels"] >= 4  # write, score, select, merge
-    command = [sys.executable, EXAMPLES / "serve.py", "--load", tmp_path, "--json"]
+    command = [sys.executable, EXAMPLES / "serve.py", "--load", folder, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     loaded = json.loads(done.stdout)
     assert loaded["identical"]
     assert loaded["donated"]
+    assert loaded["exported_with_jax"] == jax.__version__
     assert loaded["devices"] == (aot.WORLD_SIZE if mesh is not None else 1)
 
     # All ranks on one device, the way to run on a single GPU: the same step again.
     programs = Programs(CONFIG, make_plan(CONFIG, aot.WORLD_SIZE), mesh=None)
     outputs = programs.step(*aot.example_arguments(CONFIG, params, programs))
-    with np.load(tmp_path / aot.RUN) as run:
+    with np.load(folder / aot.RUN) as run:
         for i, leaf in enumerate(jax.tree.leaves(outputs)):
             wanted, found = run[f"out{i}"], aot.to_host(leaf)
             if mesh is not None and found.ndim > wanted.ndim:  # the leading axis of ranks
                 found = np.concatenate(list(found), axis=1)
             np.testing.assert_array_equal(found, wanted)
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def without_magic(data: bytes) -> bytes:
+    """The program's own bytes no longer begin as MLIR's do."""
+    assert data.count(b"ML\xefR") == 1
+    return data.replace(b"ML\xefR", b"MLxR")
+
+
+def changed_arrays(**changes: Any) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        with np.load(io.BytesIO(data)) as run:
+            arrays = {**run} | changes
+        buffer = io.BytesIO()
+        np.savez(buffer, **{name: value for name, value in arrays.items() if value is not None})
+        return buffer.getvalue()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        (None, cut, "is no exported step"),
+        (None, without_magic, "is no exported step"),
+        (None, lambda data: b"", "is no exported step"),
+        (aot.RUN, cut, "cannot be read as an .npz file"),
+        (aot.RUN, lambda data: b"no file of arrays", "cannot be read as an .npz file"),
+        (aot.RUN, changed_arrays(in3=None), "must hold the array in3"),
+        (aot.RUN, changed_arrays(out1=None), "must hold the array out1"),
+        (aot.RUN, changed_arrays(jax=None), "must hold the array jax"),
+        (aot.RUN, changed_arrays(in0=np.zeros(3, np.int32)), "in0 must be"),
+        (aot.RUN, changed_arrays(in0=np.array([{}])), "in0 must be .* got object"),
+        (aot.RUN, changed_arrays(jax=np.array("0.12")), "jax must be a version's bytes"),
+    ],
+)
+def test_a_damaged_export_is_refused_with_its_reason(
+    exported: tuple[Path, dict[str, Any]],
+    name: str | None,
+    damage: Callable[[bytes], bytes],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(exported[0], folder)
+    file = folder / (name or aot.file_of(folder, "cpu").name)
+    file.write_bytes(damage(file.read_bytes()))
+    assert cli.main(["--load", str(folder)]) == cli.UNUSABLE
+    said = capsys.readouterr().err
+    assert re.search(message, said)
+    assert said.count("\n") == 1
+
+
+def test_a_step_that_cannot_be_run_is_refused(
+    exported: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("INTERNAL: a compiler's\nreport")
+
+    monkeypatch.setattr(jax_export.Exported, "call", broken)
+    with pytest.raises(aot.Unloadable, match=r"cannot be run: INTERNAL: a compiler's report$"):
+        aot.load(exported[0], cli.device_mesh)
 
 
 # ---- the parts ----

@@ -7,6 +7,7 @@ latter is made on a machine without a GPU just as well; it runs where there is o
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 from jax import export as jax_export
 from jax.sharding import Mesh
 
+from msa_icp_jax.demo.npz import NpzError, read_npz
 from serve.indexers import make_plan
 from serve.model import BLOCK, HEADS, INDEX_DIM, Cache, Config, Params, Report, Schedule, State
 from serve.server import Programs
@@ -25,6 +27,7 @@ REQUESTS = 2  # decode bucket that is exported
 WORLD_SIZE = 2
 BACKENDS = {"cpu": "xla", "cuda": "mosaic"}  # by platform
 RUN = "run.npz"  # inputs and outputs of one call, to compare a loaded step with
+MOST_VERSION_BYTES = 64
 
 
 class Unloadable(RuntimeError):
@@ -51,38 +54,37 @@ def save(config: Config, params: Params, mesh: Mesh | None, folder: Path) -> dic
             leaves = {f"in{i}": to_host(x) for i, x in enumerate(jax.tree.leaves(arguments))}
             outputs = jax.tree.leaves(programs.step(*arguments))
             leaves |= {f"out{i}": to_host(x) for i, x in enumerate(outputs)}
-            np.savez(folder / RUN, jax=np.array(jax.__version__), **leaves)
+            version = np.frombuffer(jax.__version__.encode(), np.uint8)
+            np.savez(folder / RUN, jax=version, **leaves)
     return {"saved": saved}
 
 
 def load(folder: Path, mesh_of: Any) -> dict[str, Any]:
     """Runs this platform's saved step on the saved inputs. Nothing of the model is traced.
 
+    An exported step is a program: load only what you would also run.
+
     Raises:
-      Unloadable: a file is missing or no export, or the step needs more devices than there are.
+      Unloadable: a file is missing or damaged, or the step needs more devices than there are.
     """
     register()
     platform = this_platform()
-    exported = read(file_of(folder, platform))
-    if not (folder / RUN).is_file():
-        raise Unloadable(f"{folder / RUN} is missing: export on a {platform} machine")
+    file, run_file = file_of(folder, platform), folder / RUN
+    exported = read(file)
+    if not run_file.is_file():
+        raise Unloadable(f"{run_file} is missing: export on a {platform} machine")
     if exported.nr_devices > jax.device_count():
         raise Unloadable(
             f"the step was exported for {exported.nr_devices} devices, this process has "
             f"{jax.device_count()}: export with --one-device"
         )
+    inputs, wanted, made_with = read_run(run_file, exported)
     mesh = mesh_of(exported.nr_devices) if exported.nr_devices > 1 else None
-    placing = exported.in_shardings_jax(mesh) if mesh else [None] * len(exported.in_avals)
-    with np.load(folder / RUN) as run:
-        leaves = [
-            jax.device_put(run[f"in{i}"].view(aval.dtype), sharding)
-            for i, (aval, sharding) in enumerate(zip(exported.in_avals, placing, strict=True))
-        ]
-        wanted = [run[f"out{i}"] for i in range(len(exported.out_avals))]
-        made_with = str(run["jax"])
-    arguments, _ = jax.tree.unflatten(exported.in_tree, leaves)
-    step = jax.jit(exported.call, donate_argnums=(1, 2))  # cache and state
-    found = [to_host(x) for x in jax.tree.leaves(step(*arguments))]
+    # This broad, since a damaged program may fail anywhere in the compiler or the runtime.
+    try:
+        arguments, found = run(exported, inputs, mesh)
+    except Exception as error:
+        raise Unloadable(f"{file} cannot be run: {one_line(error)}") from error
     same = all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
     donated = all(x.is_deleted() for x in jax.tree.leaves(arguments[1:3]))
     return {
@@ -101,11 +103,62 @@ def read(file: Path) -> jax_export.Exported:
     if not file.is_file():
         raise Unloadable(f"{file} is missing: --export writes it")
     try:
-        return jax_export.deserialize(bytearray(file.read_bytes()))
+        exported = jax_export.deserialize(bytearray(file.read_bytes()))
+        exported.mlir_module()  # parses the program, which deserialize leaves for later
     except ImportError:
         raise
-    except Exception as error:  # whatever the reader meets in a broken file
-        raise Unloadable(f"{file} is no exported step: {error}") from error
+    except Exception as error:  # whatever the readers meet in a broken file
+        raise Unloadable(f"{file} is no exported step: {one_line(error)}") from error
+    return exported
+
+
+def read_run(
+    file: Path, exported: jax_export.Exported
+) -> tuple[list[np.ndarray], list[np.ndarray], str]:
+    """The inputs, the outputs and the JAX version of the call that `save` made."""
+    arrays = {
+        f"{kind}{i}": functools.partial(check_header, f"{kind}{i}", aval.shape, host_dtype(aval))
+        for kind, avals in (("in", exported.in_avals), ("out", exported.out_avals))
+        for i, aval in enumerate(avals)
+    }
+    try:
+        run = read_npz(file, {**arrays, "jax": check_version_header})
+    except NpzError as error:
+        raise Unloadable(str(error)) from error
+    inputs = [run[f"in{i}"].view(aval.dtype) for i, aval in enumerate(exported.in_avals)]
+    outputs = [run[f"out{i}"] for i in range(len(exported.out_avals))]
+    return inputs, outputs, bytes(run["jax"]).decode("ascii", "replace")
+
+
+def check_header(
+    name: str, wanted: tuple[int, ...], wanted_dtype: np.dtype, shape: Any, dtype: np.dtype
+) -> None:
+    if (shape, dtype) != (wanted, wanted_dtype):
+        got = f"{dtype} {list(shape)}"
+        raise NpzError(f"{name} must be {wanted_dtype} {list(wanted)} as in the step, got {got}")
+
+
+def check_version_header(shape: tuple[int, ...], dtype: np.dtype) -> None:
+    if dtype != np.uint8 or len(shape) != 1 or not 0 < shape[0] <= MOST_VERSION_BYTES:
+        raise NpzError(f"jax must be a version's bytes, got {dtype} {list(shape)}")
+
+
+def run(
+    exported: jax_export.Exported, inputs: list[np.ndarray], mesh: Mesh | None
+) -> tuple[Any, list[np.ndarray]]:
+    """Places the inputs and runs the step; returns its arguments and what came out."""
+    placing = exported.in_shardings_jax(mesh) if mesh else [None] * len(inputs)
+    leaves = [
+        jax.device_put(x, where, may_alias=False)  # some are donated
+        for x, where in zip(inputs, placing, strict=True)
+    ]
+    arguments, _ = jax.tree.unflatten(exported.in_tree, leaves)
+    step = jax.jit(exported.call, donate_argnums=(1, 2))  # cache and state
+    return arguments, [to_host(x) for x in jax.tree.leaves(step(*arguments))]
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def example_arguments(config: Config, params: Params, programs: Programs) -> tuple[Any, ...]:
@@ -156,5 +209,8 @@ def this_platform() -> str:
 
 def to_host(x: jax.Array) -> np.ndarray:
     """float8 as bytes, which every npz reader knows."""
-    array = np.asarray(x)
-    return array.view(np.uint8) if array.dtype == jnp.float8_e4m3fn else array
+    return np.asarray(x).view(host_dtype(x))
+
+
+def host_dtype(x: Any) -> np.dtype:
+    return np.dtype(np.uint8 if x.dtype == jnp.float8_e4m3fn else x.dtype)
