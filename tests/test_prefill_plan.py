@@ -89,6 +89,20 @@ def test_a_prefix_hit_counts_new_tokens_only():
     assert idle.total_q == 0  # a segment without queries may stand anywhere
 
 
+def test_rows_before_position_0_count_no_blocks():
+    """A negative offset keeps its value: row 150 is the first with a position that exists."""
+    plan = msa_icp_index_score_sharded_plan_device(
+        *(jnp.array(x, jnp.int32) for x in ([300], [1000], [0, 300], [0, 1000], [-150])),
+        4,
+        total_q=300,
+        max_query_len=300,
+        max_seq_len=1000,
+        backend="xla",
+    )
+    want = [0] * 150 + [1] * 128 + [2] * 22
+    assert np.asarray(plan.num_valid_pages()).tolist() == want
+
+
 def test_a_chunk_may_end_before_its_keys_do():
     plan = msa_icp_index_score_sharded_plan([100], [4000], 4, qo_offset=[128], backend="xla")
     assert np.asarray(plan.num_valid_pages()).tolist() == [2] * 100

@@ -9,6 +9,8 @@ and mix up rows.
 from __future__ import annotations
 
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import chains
@@ -18,13 +20,14 @@ import numpy as np
 import numpy.typing as npt
 import oracle
 import pytest
-from chains import Decode, Ranks, make_plan, random_decode
+from chains import Decode, Ranks, make_mesh, make_plan, random_decode
 
 from msa_icp_jax import MSAIcpComm, msa_icp_merge_candidates, msa_icp_topk_select_publish
 from msa_icp_jax.comm import exchange_in_slot, store_legacy, store_tagged
 
 Array = npt.NDArray[Any]
 
+ROOT = Path(__file__).parents[1]
 WORLD, HEADS, TOKENS = 2, 2, 6
 FAULTY = 1  # the rank that misbehaves
 FORMS = pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
@@ -334,3 +337,30 @@ def test_a_whole_step_in_two_slots_answers_nothing(tagged: bool) -> None:
     same, _, after = step(np.array([0, 0], np.int32), after, *group.decode_arrays(case, spare=0))
     np.testing.assert_array_equal(group.get(same, chains.OUTPUT), case.answer(group.plan))
     assert np.asarray(after.errors).ravel().tolist() == [HEADS * TOKENS] * WORLD
+
+
+@pytest.mark.parametrize("on_mesh", [False, True], ids=["vmap", "mesh"])
+def test_the_documented_recovery_runs_as_it_is_printed(on_mesh: bool) -> None:
+    text = (ROOT / "docs/reliability.md").read_text()
+    storage, step = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    group = Ranks(ranks().plan, make_mesh(WORLD) if on_mesh else None)
+    case = step_case(0)
+    *inputs, scores, output = group.decode_arrays(case)
+    names: dict[str, Any] = {"jax": jax, "jnp": jnp, "np": np, "inputs": inputs}
+    names |= {"plan": group.plan, "mesh": group.mesh, "scores": scores, "output": output}
+    names["program"] = group.plan.decode_program(group.mesh, decode_query_len=2, with_comm=True)
+
+    def run() -> Array:
+        exec(step, names)  # the lines of the documentation
+        return group.get(names["output"], chains.OUTPUT)[: len(case.query)]
+
+    exec(storage, names)
+    for calls in (1, 2, 0, 1):
+        np.testing.assert_array_equal(run(), case.answer(group.plan))
+        assert names["calls"] == calls
+    stale = {name: array.copy() for name, array in group.get_comm(names["comm"]).items()}
+    stale["recv"][..., -1] = 1  # no row of any slot was merged: every next one is a fault
+    names["comm"] = group.put_comm(stale)
+    np.testing.assert_array_equal(run(), case.answer(group.plan))
+    assert names["calls"] == 1
+    assert not group.get_comm(names["comm"])["errors"].any()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import lane_simulator
 import numpy as np
 import pytest
 from inputs import INT_MAX, INT_MIN
+from lane_simulator import Lane
 
 from msa_icp_jax import rows
+from msa_icp_jax.ops._mosaic import top16
 
 # fp32 bits, what they are, and the key: written out, since a second encoder could share a mistake.
 KEYS = [
@@ -42,6 +45,25 @@ top_of = jax.jit(rows.take_top16)
 @pytest.mark.parametrize(("word", "key"), [pytest.param(w, k, id=name) for w, name, k in KEYS])
 def test_order_keys(word, key):
     assert int(rows.order_keys(jnp.array(word, jnp.uint32).view(jnp.int32))) == key
+
+
+def test_order_key_of_the_kernels(monkeypatch):
+    """The kernels' own function, computed in numpy on every word and the words beside it."""
+    lane_simulator.simulate(monkeypatch, top16)
+    for words, literal in ((WORDS, [key for *_, key in KEYS]), (every_kind_of_word(), None)):
+        padded = np.resize(words, lane_simulator.THREADS * (-(-len(words) // 128)))
+        found = np.concatenate(
+            [top16.order_key_of_word(Lane(part)).value for part in padded.reshape(-1, 128)]
+        )
+        want = np.asarray(rows.order_keys(jnp.asarray(words))) if literal is None else literal
+        np.testing.assert_array_equal(found[: len(words)], want)
+
+
+def every_kind_of_word():
+    """Words around each of WORDS and a thousand others."""
+    near = WORDS[:, None].astype(np.int64) + np.arange(-2, 3)
+    some = np.random.default_rng(0).integers(INT_MIN, INT_MAX, 1000)
+    return np.concatenate([near.ravel(), some]).astype(np.uint64).astype(np.uint32).view(np.int32)
 
 
 def test_keys_order_as_the_floats_do_and_leave_room_at_both_ends():

@@ -259,6 +259,29 @@ def test_a_step_that_cannot_be_run_is_refused(
 # ---- the parts ----
 
 
+def test_attention_never_reads_through_a_minus_one() -> None:
+    """Of a cache whose other blocks are NaN, the last one included, only the named two are used."""
+    rng = np.random.default_rng(0)
+    keys, values = (rng.standard_normal((9, 2, 128, 16)).astype(np.float32) for _ in range(2))
+    named = [5, 2]  # the physical places of blocks 0 and 1
+    for array in (keys, values):
+        array[np.setdiff1d(np.arange(9), named)] = np.nan
+    q = rng.standard_normal((1, 2, 3, 16)).astype(np.float32)
+    ids = np.full((1, 2, 16), -1, np.int32)
+    ids[..., :2] = 0, 1
+    blocks = np.array([[*named, 1, 3, 8]], np.int32)
+    cache = model.Cache(jnp.zeros(0), jnp.asarray(keys), jnp.asarray(values))
+    found = model.attend(jnp.asarray(q), cache, blocks, ids, np.array([199], np.int32))
+
+    own_keys, own_values = (
+        np.concatenate(list(array[named]), axis=1)[:, :200] for array in (keys, values)
+    )
+    scores = np.einsum("hgd,hkd->hgk", q[0].astype(np.float64), own_keys) / 4
+    weight = np.exp(scores - scores.max(-1, keepdims=True))
+    want = np.einsum("hgk,hkd->hgd", weight / weight.sum(-1, keepdims=True), own_values)
+    np.testing.assert_allclose(found[0], want, rtol=1e-4, atol=1e-5)
+
+
 def test_drafts_are_what_followed_the_last_two_tokens_when_last_seen() -> None:
     known = np.zeros((2, 16), np.int32)
     known[0, :10] = 5, 6, 7, 8, 5, 6, 9, 3, 5, 6
