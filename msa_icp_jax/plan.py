@@ -218,6 +218,8 @@ class MSAIcpIndexerPlan:
             not bound here, has another size, or is bound while the plan has a fixed rank.
         """
         self._require_axis("decode")
+        most = self.geometry.max_decode_query_len
+        decode_query_len = check_query_len("decode_query_len", decode_query_len, most)
         tokens = self._check_decode(
             index_q,
             index_k,
@@ -793,11 +795,10 @@ class MSAIcpIndexerPlan:
         num_valid_pages: Any,
         scores: Any,
         output: Any,
-        decode_query_len: Any,
+        decode_query_len: int,
     ) -> int:
         """Checks decode's arrays against the plan's limits; returns T."""
         geometry = self.geometry
-        check_query_len("decode_query_len", decode_query_len, geometry.max_decode_query_len)
         checks.array("block_table", block_table, jnp.int32, None, AtLeast(1))
         requests = block_table.shape[0]
         checks.integer("block_table.shape[0] (requests)", requests, 0, geometry.max_num_seqs)

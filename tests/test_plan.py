@@ -15,7 +15,13 @@ from chains import AXIS, INDEX_K, Ranks, make_mesh, make_plan, random_decode, ra
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from msa_icp_jax import MSAIcpIndexerPlan, prepare_msa_icp_indexer
+from msa_icp_jax import (
+    MSAIcpIndexerPlan,
+    msa_icp_decode_pool_bytes,
+    msa_icp_index_score_plan_storage,
+    msa_icp_prefill_pool_bytes,
+    prepare_msa_icp_indexer,
+)
 
 LIMITS: dict[str, Any] = {
     "world_size": 4,
@@ -148,6 +154,34 @@ def test_limits_of_numpy_integers_are_python_ints(kind: Any) -> None:
     window = {"total_q": kind(9), "max_query_len": kind(9), "max_seq_len": kind(100)}
     lengths = np.array([3], np.int32)
     assert made.prefill_window_plan(lengths, lengths, lengths, **window).total_q == 9
+
+
+def test_pool_sizes_of_numpy_integers_are_those_of_ints() -> None:
+    sizes = {"batch": 512, "decode_query_len": 8, "max_model_len": 1000, "page_size": 128}
+    shorts = {name: np.int16(size) for name, size in sizes.items()}
+    assert msa_icp_decode_pool_bytes(**shorts) == msa_icp_decode_pool_bytes(**sizes)
+    many = msa_icp_prefill_pool_bytes(total_q=np.int32(2_000_000), batch=np.int8(1))
+    assert many == msa_icp_prefill_pool_bytes(total_q=2_000_000, batch=1)
+    storage = msa_icp_index_score_plan_storage(
+        num_qo_heads=4, total_q=np.int8(9), batch=np.uint8(9)
+    )
+    assert storage == msa_icp_index_score_plan_storage(num_qo_heads=4, total_q=9, batch=9)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_query_length_of_numpy_s_is_that_of_an_int(fused: bool) -> None:
+    """np.int8(8) times 17 requests would be -120."""
+    plan = make_plan(2, 128, max_decode_tokens=136, max_num_seqs=17, max_model_len=1024)
+    case = random_decode([700] * 17, 8, 128, pages=104, width=8)
+    ranks = Ranks(plan, None)
+
+    def decode(*arrays: Any) -> Any:
+        return plan.decode(*arrays, decode_query_len=np.int8(8), fused=fused)[0]
+
+    axes = (None, 0, None, None, None, 0, 0)
+    run = jax.vmap(decode, in_axes=axes, axis_name=AXIS, axis_size=2)
+    output = ranks.get(run(*ranks.decode_arrays(case)), chains.OUTPUT)
+    chains.check_output(plan, case, output)
 
 
 def test_the_longest_legal_context_is_the_longest_int32() -> None:

@@ -70,8 +70,10 @@ def msa_icp_decode_index_score_sharded(
     Raises:
       TypeError, ValueError: an argument has the wrong dtype, shape or value.
     """
-    geometry.check_query_len("max_decode_query_len", max_decode_query_len)
-    geometry.check_query_len("decode_query_len", decode_query_len, max_decode_query_len)
+    most = geometry.check_query_len("max_decode_query_len", max_decode_query_len)
+    decode_query_len = geometry.check_query_len("decode_query_len", decode_query_len, most)
+    world_size = geometry.check_world_size(world_size)
+    page_size = geometry.check_page_size(page_size)
     _check_inputs(
         index_q,
         index_k,
@@ -150,7 +152,7 @@ def msa_icp_decode_score_publish(
     Raises:
       TypeError, ValueError: an argument has the wrong dtype, shape or value.
     """
-    geometry.check_page_size(page_size)
+    page_size = geometry.check_page_size(page_size)
     return score_publish(
         index_q,
         index_k,
@@ -198,7 +200,9 @@ def score_publish(
 
     Counts and lengths that go beyond those columns find the same candidates as with a plane.
     """
-    geometry.check_query_len("decode_query_len", decode_query_len)
+    decode_query_len = geometry.check_query_len("decode_query_len", decode_query_len)
+    world_size = geometry.check_world_size(world_size)
+    page_size = geometry.check_page_size(page_size)
     _check_inputs(
         index_q,
         index_k,
@@ -214,7 +218,7 @@ def score_publish(
     )
     tokens = index_q.shape[0]
     checks.array("num_valid_pages", num_valid_pages, jnp.int32, tokens)
-    geometry.check_forced(
+    force_begin_blocks, force_end_blocks = geometry.check_forced(
         "force_begin_blocks", force_begin_blocks, "force_end_blocks", force_end_blocks
     )
     stage = _stage(
@@ -265,8 +269,8 @@ def msa_icp_decode_pool_bytes(
     Raises:
       TypeError, ValueError: an argument is outside its range.
     """
-    checks.integer("batch", batch, 0)
-    geometry.check_query_len("decode_query_len", decode_query_len)
+    batch = checks.integer("batch", batch, 0)
+    decode_query_len = geometry.check_query_len("decode_query_len", decode_query_len)
     checks.integer("max_model_len", max_model_len, 1)
     geometry.check_page_size(page_size)
     checks.device("device", device)

@@ -166,21 +166,18 @@ def msa_icp_index_score_sharded_plan_device(
     checks.array("kv_segment_offsets", kv_segment_offsets, jnp.int32, segments + 1)
     checks.array("qo_offset", qo_offset, jnp.int32, segments)
     geometry.check_num_heads("num_qo_heads", num_qo_heads)
-    for name, bound in (
-        ("total_q", total_q),
-        ("max_query_len", max_query_len),
-        ("max_seq_len", max_seq_len),
-    ):
-        checks.integer(name, bound, 0, 2**31 - 1)
+    total_q = checks.integer("total_q", total_q, 0, 2**31 - 1)
+    max_query_len = checks.integer("max_query_len", max_query_len, 0, 2**31 - 1)
+    max_seq_len = checks.integer("max_seq_len", max_seq_len, 0, 2**31 - 1)
     starts = jnp.clip(qo_segment_offsets[:-1], 0, total_q)
     plan = MSAIcpScorePlan(
         starts,
         jnp.minimum(jnp.clip(qo_segment_lens, 0, max_query_len), total_q - starts),
         jnp.clip(kv_segment_lens, 0, max_seq_len),
         jnp.minimum(qo_offset, MAX_TOKENS),
-        total_q=int(total_q),
-        max_query_len=int(max_query_len),
-        max_seq_len=int(max_seq_len),
+        total_q=total_q,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
     )
     return _with_work(plan, resolve_backend(backend))
 
@@ -205,8 +202,8 @@ def msa_icp_index_score_plan_storage(
       TypeError, ValueError: an argument is outside its range.
     """
     geometry.check_num_heads("num_qo_heads", num_qo_heads)
-    checks.integer("total_q", total_q, 0, 2**31 - 1)
-    checks.integer("batch", batch, 0, 2**31 - 1)
+    total_q = checks.integer("total_q", total_q, 0, 2**31 - 1)
+    batch = checks.integer("batch", batch, 0, 2**31 - 1)
     checks.device("device", device)
     backend = resolve_backend("auto", device)
 

@@ -303,10 +303,10 @@ def msa_icp_prefill_pool_bytes(
     Raises:
       TypeError, ValueError: an argument is outside its range.
     """
-    checks.integer("total_q", total_q, 0)
+    total_q = checks.integer("total_q", total_q, 0)
     checks.integer("batch", batch, 0)
     checks.device("device", device)
-    geometry.check_num_heads("num_heads", num_heads)
+    num_heads = geometry.check_num_heads("num_heads", num_heads)
     return total_q * num_heads * geometry.TOPK * 8
 
 
