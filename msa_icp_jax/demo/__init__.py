@@ -2,7 +2,8 @@
 
 Real text as index keys, sharded over ranks; 2,048 tokens of prefill and 16 questions as a decode
 batch; every selection compared with one rank that holds all keys. Reading order: `context` (the
-data), `serve` (the indexer at work), `reference` (the answer to compare with), `report`, `picture`.
+data), `npz` (files of a user's own), `serve` (the indexer at work), `reference` (the answer to
+compare with), `report`, `picture`.
 """
 
 from __future__ import annotations
