@@ -123,8 +123,8 @@ def _run(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
 
     _share_memory()
-    from benchmarks import sweep
-    from benchmarks.run import Machine, Options, Runner, beside, items
+    from benchmarks import results, sweep
+    from benchmarks.run import Machine, Options, Runner, items
 
     wanted_options = Options(
         quick=parsed.quick,
@@ -139,11 +139,11 @@ def _run(arguments: Sequence[str]) -> int:
     machine = Machine()
     wanted = items(wanted_options, machine)
     if parsed.sweep:
-        wanted += sweep.items(machine, suffix=sweep.SUFFIX)
+        wanted += sweep.items(machine, suffix=results.SWEEP_SUFFIX)
     runner = Runner(wanted_options, machine, wanted)
     status = runner.run()
     runner.show()
-    if parsed.sweep and (path := beside(runner.out, sweep.SUFFIX)).exists():
+    if parsed.sweep and (path := results.beside(runner.out, results.SWEEP_SUFFIX)).exists():
         sweep.show(path)
     return status
 

@@ -17,8 +17,8 @@ from msa_icp_jax.geometry import HEAD_DIM
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "h200.json"
-SWEEP = RESULTS.with_name("h200-sweep.json")
-PAIR = RESULTS.with_name("h200-x2.json")  # two of them
+SWEEP = results.beside(RESULTS, results.SWEEP_SUFFIX)
+PAIR = results.beside(RESULTS, "-x2")  # two of them
 _NONE = "-"
 _MISSING = f"{_NONE}: not measured in these runs."
 _JIT = "(jit): timed in one jitted program, not in a CUDA graph."

@@ -14,7 +14,6 @@ what is timed is the host's work alone. The kernels' answers are checked.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
 import sys
 import time
@@ -23,11 +22,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import jax
 import numpy as np
 
 from benchmarks import options, results, roofline
-from benchmarks.run import Machine, _commit
+from benchmarks.run import Machine
 from benchmarks.timing import Times
 
 # A bare checkout has the package beside this one; an installed one comes first.
@@ -250,26 +248,9 @@ def host_rows(machine: Machine, commit: str | None, seconds: float) -> Iterator[
     """Rows of the stage "host", as they are measured; stops when the time is up."""
     end = time.monotonic() + seconds
     ceilings = roofline.measure(machine.torch)
+    setting = results.Setting(machine.device, machine.torch_version, ceilings, commit)
     for case, backend, times in measure():
-        yield {
-            "case": case,
-            "stage": "host",
-            "backend": backend,
-            "precision": "exact",
-            "median_us": round(times.median, 3),
-            "floor_us": None,
-            "spread_us": [round(x, 3) for x in times.spread],
-            "checked": True,
-            "device": machine.device,
-            "driver": machine.driver,
-            "jax": jax.__version__,
-            "torch": machine.torch_version,
-            "commit": commit or _commit(),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "read_tbps": round(ceilings.read_tbps, 4),
-            "fp8_tflops": ceilings.fp8_tflops and round(ceilings.fp8_tflops, 1),
-            "timing": times.method,
-        }
+        yield results.row((case, "host", backend, "exact"), times, None, setting)
         if time.monotonic() > end:
             return
 

@@ -5,10 +5,7 @@ exchange.py is its command line, and says what the stages and backends are. This
 
 from __future__ import annotations
 
-import datetime
 import functools
-import statistics
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from benchmarks import check, results, roofline
 from benchmarks.cases import INIT_BLOCKS, LOCAL_BLOCKS, PAGE_SIZE, Decode
 from benchmarks.graph import Bound, Lowered, empty, lower
 from benchmarks.inputs import Inputs
+from benchmarks.timing import Times
 from msa_icp_jax import (
     msa_icp_comm_layout,
     msa_icp_decode_index_score_sharded,
@@ -215,15 +213,15 @@ class Links:
 
     def _exchange(self, backend: str, number: int) -> list[Launch]:
         received = self._received[number]
-        results = self._counts, self._output, self._errors
+        others = self._counts, self._output, self._errors
         if not backend.startswith("one-sided"):
             send = functools.partial(dist.all_to_all_single, received, self._rows)
-            merge = self._kernels.bind("merge", received, *results).launch
+            merge = self._kernels.bind("merge", received, *others).launch
             return [merge] if backend == "none" else [send, merge]
         form, slot = backend.removeprefix("one-sided-"), self._slots[number % NUM_SLOTS]
         recv, bases, sent, expected = self._storage.of(form, self._errors)
         send = self._kernels.bind(f"publish_{form}", self._rows, bases, sent, self._rank, slot)
-        merge = self._kernels.bind(f"merge_{form}", recv, *results, slot, *expected)
+        merge = self._kernels.bind(f"merge_{form}", recv, *others, slot, *expected)
         return [send.launch, merge.launch]
 
     def _delivered(self) -> Any:
@@ -257,8 +255,9 @@ class _Storage:
         recv = self._words[start : start + torch.Size(shape).numel()].view(shape)
         bases = torch.tensor([x + offset for x in self._addresses]).cuda()
         bases = bases.view(torch.int32).view(-1, 2)
-        return (recv, bases, self._sent, [self._expected]) if form == "tagged" else (
-            recv, bases, errors, [])  # fmt: skip
+        if form == "tagged":
+            return recv, bases, self._sent, [self._expected]
+        return recv, bases, errors, []
 
 
 def _words(*shape: int, fill: int = 0) -> Any:
@@ -268,7 +267,7 @@ def _words(*shape: int, fill: int = 0) -> Any:
 # ---- timing ----
 
 
-def graph_times(links: Sequence[Sequence[Launch]], before: Launch) -> list[float]:
+def graph_times(links: Sequence[Sequence[Launch]], before: Launch) -> Times:
     """Microseconds of a link in a graph of all links, one figure a replay."""
     before()
     _run(links)  # loads every kernel
@@ -276,12 +275,12 @@ def graph_times(links: Sequence[Sequence[Launch]], before: Launch) -> list[float
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         _run(links)
-    return _timed(graph.replay, before, RUNS, len(links))
+    return Times(_timed(graph.replay, before, len(links)), "graph")
 
 
-def eager_times(links: Sequence[Sequence[Launch]], before: Launch) -> list[float]:
+def eager_times(links: Sequence[Sequence[Launch]], before: Launch) -> Times:
     """Microseconds of a link, launched one by one."""
-    return _timed(functools.partial(_run, links), before, RUNS, len(links))
+    return Times(_timed(functools.partial(_run, links), before, len(links)), "eager")
 
 
 def _run(links: Sequence[Sequence[Launch]]) -> None:
@@ -290,10 +289,10 @@ def _run(links: Sequence[Sequence[Launch]]) -> None:
             run()
 
 
-def _timed(run: Launch, before: Launch, runs: int, links: int) -> list[float]:
+def _timed(run: Launch, before: Launch, links: int) -> tuple[float, ...]:
     found = []
     token = torch.zeros(1, device="cuda")
-    for number in range(runs + 1):
+    for number in range(RUNS + 1):
         before()
         torch.cuda.synchronize()
         dist.all_reduce(token)  # all ranks start together
@@ -304,14 +303,14 @@ def _timed(run: Launch, before: Launch, runs: int, links: int) -> list[float]:
         torch.cuda.synchronize()
         if number:  # the first one uploads the graph
             found.append(begin.elapsed_time(end) * 1e3 / links)
-    return found
+    return tuple(found)
 
 
-def slower_rank(times: list[float]) -> list[float]:
+def slower_rank(times: Times) -> Times:
     """The times of the rank whose median is the largest."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, times)
-    return max(every, key=statistics.median)
+    return max(every, key=lambda times: times.median)
 
 
 # ---- rows ----
@@ -321,22 +320,12 @@ class Recorder:
     """Measures a case's stages and keeps the rows, which rank 0 saves."""
 
     def __init__(self, out: Path, commit: str | None, ceilings: roofline.Ceilings) -> None:
-        self.out, self.ceilings = out, ceilings
-        driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        self._common = {
-            "precision": "exact",
-            "checked": True,  # a stage that fails its check has no row
-            "device": f"{torch.cuda.get_device_name()} x{dist.get_world_size()}",
-            "driver": subprocess.run(driver, capture_output=True, text=True).stdout.split()[0],
-            "jax": jax.__version__,
-            "torch": str(torch.__version__),
-            "commit": commit,
-            "read_tbps": round(ceilings.read_tbps, 4),
-            "fp8_tflops": ceilings.fp8_tflops and round(ceilings.fp8_tflops, 1),
-        }
+        self.out = out
+        device = f"{torch.cuda.get_device_name()} x{dist.get_world_size()}"
+        self._setting = results.Setting(device, str(torch.__version__), ceilings, commit)
 
     def measure(self, links: Links, stages: Sequence[str], backends: Sequence[str]) -> None:
-        node_us = statistics.median(graph_times([[links.empty()]] * LINKS, _nothing))
+        node_us = graph_times([[links.empty()]] * LINKS, _nothing).median
         for stage in stages:
             alone: dict[str, float] = {}
             for backend in backends:
@@ -353,7 +342,8 @@ class Recorder:
         case = links.case
         bound = [links.link(stage, backend, i) for i in range(LINKS)]
         before = links.arm if backend == "none" else _nothing
-        floor = case.floor("chain").us(self.ceilings.read_tbps, self.ceilings.fp8_tflops)
+        ceilings = self._setting.ceilings
+        floor = case.floor("chain").us(ceilings.read_tbps, ceilings.fp8_tflops)
         if stage == "exchange":
             floor = node_us * len(bound[0])
         words = 2 * TAGGED_WORDS if backend == "one-sided-tagged" else ROW_WORDS
@@ -361,18 +351,14 @@ class Recorder:
         for name, measure in ((stage, graph_times), (f"{stage}-eager", eager_times)):
             times = slower_rank(measure(bound, before))
             links.check(backend, bound[0], 0)
-            yield {
-                "case": case.name,
-                "stage": name,
-                "backend": backend,
-                "median_us": round(statistics.median(times), 3),
-                "floor_us": round(floor, 4),
-                "spread_us": [round(x, 3) for x in (min(times), max(times))],
-                **self._common,
-                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "payload_bytes": 0 if backend == "none" else sent,
-                "empty_kernel_us": round(node_us, 3),
-            }
+            yield results.row(
+                (case.name, name, backend, "exact"),
+                times,
+                floor,
+                self._setting,
+                payload_bytes=0 if backend == "none" else sent,
+                empty_kernel_us=round(node_us, 3),
+            )
 
     def _keep(self, row: results.Row) -> None:
         if dist.get_rank() == 0:

@@ -57,8 +57,8 @@ class Part:
 
     def files(self, out: Path) -> tuple[Path, Path]:
         """Where it saves its rows, and those of a sweep."""
-        name = f"{out.stem}{self.suffix}"
-        return out.with_name(name + out.suffix), out.with_name(f"{name}-sweep{out.suffix}")
+        rows = results.beside(out, self.suffix)
+        return rows, results.beside(rows, results.SWEEP_SUFFIX)
 
 
 def parts() -> list[Part]:

@@ -9,17 +9,27 @@ of a backend or stage without rows why it was not measured, and "fits" how the t
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import functools
 import json
 import os
+import subprocess
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import jax
 
 from benchmarks import model
 from benchmarks.options import Refused
 
+if TYPE_CHECKING:
+    from benchmarks.roofline import Ceilings
+    from benchmarks.timing import Times
+
 SCHEMA = 1
+SWEEP_SUFFIX = "-sweep"  # of the name of a sweep's file
 KEY = ("case", "stage", "backend", "precision")
 LIKE = ("device", "timing")  # what two rows must have in common besides for their times to compare
 FIELDS = (
@@ -36,7 +46,9 @@ FIELDS = (
     "date",
     "read_tbps",
     "fp8_tflops",
+    "timing",
 )
+_NEEDED = (*KEY, "median_us", "spread_us")  # of any row, by what reads the file
 
 Row = dict[str, Any]
 
@@ -45,7 +57,56 @@ class Unusable(Refused):
     """A file that is no result file, or that cannot be one."""
 
 
-_NEEDED = (*KEY, "median_us", "spread_us")  # of any row, by what reads the file
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What all rows of a run have in common.
+
+    Attributes:
+      device: what it runs on.
+      torch: torch's version, None where it is not installed.
+      ceilings: the device's, measured in the same run.
+      commit: what is measured, or None to ask git.
+    """
+
+    device: str
+    torch: str | None
+    ceilings: Ceilings
+    commit: str | None = None
+
+
+def row(
+    key: Iterable[str], times: Times, floor_us: float | None, setting: Setting, **more: Any
+) -> Row:
+    """The row of a figure, `FIELDS` and `more`; of what was checked, for the rest has no row."""
+    ceilings = setting.ceilings
+    return {
+        **dict(zip(KEY, key, strict=True)),
+        "median_us": round(times.median, 3),
+        "floor_us": None if floor_us is None else round(floor_us, 4),
+        "spread_us": [round(x, 3) for x in times.spread],
+        "checked": True,
+        "device": setting.device,
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "jax": jax.__version__,
+        "torch": setting.torch,
+        "commit": setting.commit
+        or _first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "read_tbps": round(ceilings.read_tbps, 4),
+        "fp8_tflops": ceilings.fp8_tflops and round(ceilings.fp8_tflops, 1),
+        "timing": times.method,
+        **more,
+    }
+
+
+@functools.cache
+def _first_line(*command: str) -> str | None:
+    """The first line that a command prints, or None where it cannot; run once."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().partition("\n")[0] or None
 
 
 def key_of(row: Row) -> tuple[str, ...]:
@@ -54,6 +115,11 @@ def key_of(row: Row) -> tuple[str, ...]:
 
 def label(key: Iterable[str]) -> str:
     return " ".join(key)
+
+
+def beside(path: Path, suffix: str) -> Path:
+    """`path` with a suffix to its name."""
+    return path.with_name(f"{path.stem}{suffix}{path.suffix}")
 
 
 def load(path: Path) -> list[Row]:

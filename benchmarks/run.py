@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import fnmatch
 import os
-import subprocess
 import threading
 import time
 import traceback
@@ -86,8 +84,12 @@ class Item:
     beside: str = ""
 
     @property
+    def key(self) -> tuple[str, ...]:
+        return self.case.name, self.stage, self.backend, self.precision
+
+    @property
     def label(self) -> str:
-        return results.label((self.case.name, self.stage, self.backend, self.precision))
+        return results.label(self.key)
 
 
 class NothingToRun(Refused):
@@ -154,7 +156,6 @@ class Machine:
         self.gpu = device.platform == "gpu"
         self.mosaic = self.gpu and resolve_backend("auto") == "mosaic"
         self.device = device.device_kind
-        self.driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         torch = _torch()
         self.torch_version = str(torch.__version__) if torch else None
         self.torch = torch if self.gpu and torch and torch.cuda.is_available() else None
@@ -196,11 +197,6 @@ class Machine:
         return Path(__file__).parent / "results" / "local" / f"{name}.json"
 
 
-def beside(path: Path, suffix: str) -> Path:
-    """`path` with a suffix to its name."""
-    return path.with_name(f"{path.stem}{suffix}{path.suffix}")
-
-
 class Runner:
     """One run over items."""
 
@@ -224,7 +220,7 @@ class Runner:
           Unusable: what is measured could not be saved.
         """
         wanted = self.wanted
-        for path in {self.out, *(beside(self.out, item.beside) for item in wanted)}:
+        for path in {self.out, *(results.beside(self.out, item.beside) for item in wanted)}:
             results.prepare(path)
         if self.options.timing == "graph" and not self._graphs():
             raise NothingToRun("a CUDA graph takes a Hopper GPU that torch sees too")
@@ -307,7 +303,7 @@ class Runner:
                 self.machine.absent.setdefault(item.backend, reason)
             return
         self.rows.append(row)
-        results.save(beside(self.out, item.beside), [row])
+        results.save(results.beside(self.out, item.beside), [row])
         text = report.cells(row)
         ratio = f" = {text[7]} x floor" if text[7] else ""
         self._say(f"{count} {item.label}: {text[4]} us{ratio} ({row['timing']}) {text[8]}")
@@ -380,26 +376,11 @@ class Runner:
 
     def _row(self, item: Item, times: Times) -> results.Row:
         floor = item.case.floor(item.stage).us(self.ceilings.read_tbps, self.ceilings.fp8_tflops)
-        return {
-            "case": item.case.name,
-            "stage": item.stage,
-            "backend": item.backend,
-            "precision": item.precision,
-            "median_us": round(times.median, 3),
-            "floor_us": round(floor, 4),
-            "spread_us": [round(x, 3) for x in times.spread],
-            "checked": True,  # a stage that fails its check has no row
-            "device": self.machine.device,
-            "driver": self.machine.driver,
-            "jax": jax.__version__,
-            "torch": self.machine.torch_version,
-            "commit": self.options.commit or _commit(),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "read_tbps": round(self.ceilings.read_tbps, 4),
-            "fp8_tflops": self.ceilings.fp8_tflops and round(self.ceilings.fp8_tflops, 1),
-            "timing": times.method,
-            **item.extra,
-        }
+        machine = self.machine
+        setting = results.Setting(
+            machine.device, machine.torch_version, self.ceilings, self.options.commit
+        )
+        return results.row(item.key, times, floor, setting, **item.extra)
 
     def _absent(self) -> dict[str, str]:
         """What was asked for and cannot be measured here."""
@@ -474,17 +455,3 @@ def _torch() -> Any:
     except ImportError:
         return None
     return torch
-
-
-def _commit() -> str | None:
-    folder = Path(__file__).parent
-    return _output("git", "-C", str(folder), "rev-parse", "HEAD")
-
-
-def _output(*command: str) -> str | None:
-    """The first line that a command prints, or None where it cannot."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip().partition("\n")[0] or None

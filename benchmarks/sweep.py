@@ -12,9 +12,8 @@ from pathlib import Path
 
 from benchmarks import model, report, results
 from benchmarks.cases import Decode
-from benchmarks.run import Item, Machine, NothingToRun, Options, Runner, beside
+from benchmarks.run import Item, Machine, NothingToRun, Options, Runner
 
-SUFFIX = "-sweep"  # of the file's name
 MOST_KEY_BYTES = 1 << 30
 WORLD_SIZES = (2, 4)
 # On a GPU about a minute, mostly compiling; on a CPU few and small, to see that it runs.
@@ -76,7 +75,7 @@ def run(options: Options, machine: Machine, wanted: Sequence[Item]) -> int:
     options = dataclasses.replace(
         options,
         backends=tuple({item.backend for item in wanted}),
-        out=options.out or beside(machine.default_out, SUFFIX),
+        out=options.out or results.beside(machine.default_out, results.SWEEP_SUFFIX),
     )
     runner = Runner(options, machine, wanted)
     status = runner.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import functools
 import importlib.util
@@ -39,6 +40,7 @@ from benchmarks.__main__ import main
 from benchmarks.cases import DECODE, FULL, MERGE, PREFILL, QUICK, SELECT, Decode, Prefill
 from benchmarks.inputs import Inputs, Pool
 from benchmarks.inputs import abstract_inputs as abstract_inputs_of
+from benchmarks.roofline import Ceilings
 from benchmarks.stages import Part, Stage, build, run, written_like
 from benchmarks.timing import JitRun, Times
 from msa_icp_jax.ops._mosaic import direct
@@ -375,6 +377,21 @@ def test_a_new_run_replaces_its_own_rows_and_leaves_the_others(tmp_path):
     }
     assert json.loads(path.read_text())["schema"] == 1
     assert list(tmp_path.rglob("*.part")) == []
+
+
+def test_a_row_says_where_when_and_of_what_it_is(monkeypatch):
+    asked = []
+    monkeypatch.setattr(results, "_first_line", lambda *command: asked.append(command) or "said")
+    setting = results.Setting("H200", "2.11", Ceilings(4.56789, None))
+    key = ("a", "local", "mosaic", "exact")
+    made = results.row(key, Times((3.0, 1.0, 2.0004), "graph"), 0.12345, setting, batch=4)
+    assert tuple(made) == (*results.FIELDS, "batch") and results.key_of(made) == key
+    assert (made["median_us"], made["spread_us"], made["floor_us"]) == (2.0, [1.0, 3.0], 0.1235)
+    assert (made["timing"], made["batch"], made["read_tbps"]) == ("graph", 4, 4.5679)
+    assert made["commit"] == made["driver"] == "said"
+    assert [command[0] for command in asked] == ["nvidia-smi", "git"]
+    named = dataclasses.replace(setting, commit="abc")
+    assert results.row(key, Times((1.0,), "host"), None, named)["commit"] == "abc"
 
 
 def test_a_file_of_another_schema_is_refused(tmp_path):
