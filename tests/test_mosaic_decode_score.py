@@ -79,7 +79,6 @@ class Case:
             page_size=self.page_size,
             decode_query_len=self.query_len,
             row_offset=self.row_offset,
-            precision="exact",
             enable_pdl=True,
             target=race_free.interpreter(self.ctas),
         )
@@ -182,7 +181,6 @@ def _check_rows(case: Case, columns: int, tagged: bool) -> None:
         force_begin_blocks=1,
         force_end_blocks=2,
         columns=columns,
-        precision="exact",
         enable_pdl=True,
         target=race_free.interpreter(case.ctas),
     )

@@ -30,7 +30,6 @@ def _call(shard: oracle.Shard, query_len: int, pdl: bool = True) -> Any:
         page_size=shard.page_size,
         decode_query_len=query_len,
         row_offset=shard.row_offset,
-        precision="exact",
         enable_pdl=pdl,
         target=current_target(),
     )
@@ -169,7 +168,6 @@ def _check_rows(
         force_begin_blocks=1,
         force_end_blocks=2,
         columns=columns,
-        precision="exact",
         enable_pdl=not tagged,
         target=current_target(),
     )

@@ -40,10 +40,9 @@ def msa_icp_decode_index_score_sharded(
     ``score[t, h, c]`` is the maximum of ``q[t, h] . k[row]`` (float32) over the rank's rows of page
     c that token t sees (position <= its own, and below seq_len), -inf where it sees none. Token j
     of a request sits at position ``seq_len - decode_query_len + j``. NaN products are skipped,
-    zeros are +0.0. Written are, for each request, the columns of its
-    ``ceil(seq_len / page_size)`` pages
-    rounded up to a multiple of four, and no other. A table entry outside the cache makes its rows
-    invisible; entries past the request's pages are not read.
+    zeros are +0.0. Written are, for each request, the columns of its ``ceil(seq_len / page_size)``
+    pages rounded up to a multiple of four, and no other. A table entry outside the cache makes its
+    rows invisible; entries past the request's pages are not read.
 
     Args:
       index_q: float8_e4m3fn [T, 4, 128], T = B * decode_query_len.
@@ -93,9 +92,7 @@ def msa_icp_decode_index_score_sharded(
     columns = checks.integer("score_out.shape[2]", score_out.shape[2], 1, MAX_BLOCKS)
     if columns % COLUMN_MULTIPLE:
         raise ValueError(f"score_out.shape[2] must be a multiple of 4 in [4, 8192], got {columns}")
-    stage = _stage(
-        backend, precision, enable_pdl, index_q, index_k, block_table, seq_lens, score_out
-    )
+    stage = _stage(backend, enable_pdl, index_q, index_k, block_table, seq_lens, score_out)
     if index_q.shape[0] == 0:
         return score_out
     return stage.decode_scores(
@@ -221,9 +218,7 @@ def score_publish(
     force_begin_blocks, force_end_blocks = geometry.check_forced(
         "force_begin_blocks", force_begin_blocks, "force_end_blocks", force_end_blocks
     )
-    stage = _stage(
-        backend, precision, enable_pdl, index_q, index_k, block_table, seq_lens, num_valid_pages
-    )
+    stage = _stage(backend, enable_pdl, index_q, index_k, block_table, seq_lens, num_valid_pages)
     tags, counters = bump_generations(generations, slot, tokens)
     if tokens == 0:
         return MSAIcpRows(by_owner(empty_message(tags), world_size), counters)
@@ -277,18 +272,14 @@ def msa_icp_decode_pool_bytes(
     return batch * decode_query_len * NUM_HEADS * geometry.TOPK * 8
 
 
-def _stage(backend: str, precision: str, enable_pdl: bool, *arrays: Any) -> Any:
+def _stage(backend: str, enable_pdl: bool, *arrays: Any) -> Any:
     """The backend's scorers, `decode_scores` and `decode_rows`."""
     if not takes_mosaic(backend, *arrays):
         return xla
     from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
     from msa_icp_jax.ops.decode_score import mosaic
 
-    machine: dict[str, Any] = {
-        "precision": "exact" if precision == "auto" else precision,
-        "enable_pdl": enable_pdl,
-        "target": launch.current_target(),
-    }
+    machine: dict[str, Any] = {"enable_pdl": enable_pdl, "target": launch.current_target()}
     return types.SimpleNamespace(
         decode_scores=functools.partial(mosaic.decode_scores, **machine),
         decode_rows=functools.partial(mosaic.decode_rows, **machine),

@@ -7,6 +7,11 @@ the maximum of its page's products in registers (`mma`) and puts it beside the o
 memory. At the end of a segment the CTA writes whole lines of the score plane, or in the fused
 decode adds to short lists (`lists`), while copies of the next segment are already under way.
 
+Fast precision runs these exact kernels too, for memory sets the pace: with all keys in the
+second-level cache, 32 requests of 131,072 keys took 0.64 of the time that memory needs for them
+with 1 query token and 0.76 with 4. Fp8 products would save less than 3 % there; with 8 query
+tokens, where exact products begin to show, about 7 %.
+
 Under programmatic dependent launch a CTA starts while the kernel before it still runs. Until that
 has ended it takes nothing but hints (see `page_ring`), and reads everything again afterwards.
 Registers are counted: 88 of a thread, at 32 rows a page and up to 2 query tokens, let five CTAs fit
@@ -84,7 +89,6 @@ def decode_scores(
     page_size: int,
     decode_query_len: int,
     row_offset: int,
-    precision: str,
     enable_pdl: bool,
     target: Target,
 ) -> jax.Array:
@@ -101,14 +105,9 @@ def decode_scores(
       page_size: P.
       decode_query_len: query tokens of a request.
       row_offset: see `index_k`.
-      precision: "exact" or "fast". Both run the exact kernel, for memory sets the pace: with all
-        keys in the second-level cache, 32 requests of 131,072 keys took 0.64 of the time that
-        memory needs for them with 1 query token and 0.76 with 4. Fp8 products would save less than
-        3 % there; with 8 query tokens, where exact products begin to show, about 7 %.
       enable_pdl: start under the kernel before this one.
       target: the machine to build for.
     """
-    del precision
     requests, width = block_table.shape
     pages, pitch, _ = index_k.shape
     rows, columns = rows_per_page(world_size, page_size), score_out.shape[2]
@@ -152,7 +151,6 @@ def decode_rows(
     force_begin_blocks: int,
     force_end_blocks: int,
     columns: int,
-    precision: str,
     enable_pdl: bool,
     target: Target,
 ) -> jax.Array:
@@ -163,7 +161,8 @@ def decode_rows(
       generations: None, or int32 [4, T] tags: the rows are then tagged.
       force_begin_blocks, force_end_blocks: forced blocks at the start, and visible ones at the end.
       columns: columns of the plane that there is none of; candidates lie in them.
-      others: as in `decode_scores`.
+      index_q, index_k, block_table, seq_lens, rank, world_size, page_size, decode_query_len,
+        row_offset, enable_pdl, target: as in `decode_scores`.
     """
     requests, width = block_table.shape
     pages, pitch, _ = index_k.shape
