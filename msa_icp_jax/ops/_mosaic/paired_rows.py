@@ -30,7 +30,7 @@ _INF = float("inf")
 # Shared memory of a warp, in words.
 _PITCH = 2 * TOPK + 1  # from one row found to the next: in different banks
 _FOUND_AT = 4  # the place before the first row's may be written
-_TILE_AT = _FOUND_AT + ROWS * _PITCH + 4
+_TILE_AT = _FOUND_AT + ROWS * _PITCH + 4  # 4 words to spare; 16-byte aligned, as vectors must be
 _TILE_PITCH = _CHUNK + _VECTOR
 WARP_WORDS = _TILE_AT + _WARP * _TILE_PITCH
 
@@ -119,7 +119,9 @@ class Rows:
     def _load(self, column: Lane) -> tuple[list[Lane], list[Lane]]:
         """The 16 scores at `column`, and the same with forced ones +inf, past the end -inf.
 
-        The lanes load for one another, four lanes 64 neighbouring bytes.
+        The lanes load for one another, four lanes 64 neighbouring bytes. In one word a lane tells
+        the others what it wants: in 24 bits where its columns begin, counted from the first of the
+        16 rows (less than 16 x 256), and above them how many it wants, 0 to 16.
         """
         lane = lanes.fresh(self.lane)  # else all that follows from it would be held in registers
         left = lanes.clip(self.stop - column, 0, _CHUNK)

@@ -1,10 +1,23 @@
 """Top16 select on Hopper: one launch, a warpgroup a CTA.
 
-Where rows are few or long, the four warps of a CTA share a row (`long_rows`). Elsewhere a CTA walks
-its share of the tokens: of a narrow plane a warp takes four tokens at a time (`paired_rows`), of a
-wide one a head; four tokens in turn whose rows are all short go a token a warp there
-(`short_rows`). The few rows which that leaves open (scores that tie for the last place) take the
-long rows' way.
+The tokens and the width of the plane say how the rows are shared out (`_grid`). Tokens are *few*
+where each can have an SM of its own.
+
+1. Few tokens of up to 2,048 columns: a CTA a token, a warp a row.
+2. Few tokens of longer rows, and any number of tokens whose rows are too long for a warp: a CTA a
+   row, which its four warps share.
+3. Many tokens of up to 2,048 columns: the CTAs that fit the GPU walk their shares of the tokens, a
+   warp a row; four tokens in turn whose rows are all short go a token a warp (`short_rows`).
+4. Many tokens of a narrow plane, up to 256 columns: as many CTAs as there are turns of a CTA, in
+   which each warp takes the sixteen rows of four tokens at once (`paired_rows`).
+
+Ways 3 and 4 take rows together only where those are 16-byte aligned. A single row, and one that
+they leave open (scores that tie for the last place, say), is selected by its warp, or by the four
+that share it, in the way for rows of any length and scores (`long_rows`).
+
+With few tokens the way is *direct*: which row is whose is known at once, so a team reads the row's
+bounds while the kernel before this one still runs, and afterwards loads scores by that guess while
+it reads the bounds anew; it loads again if they were others.
 """
 
 from __future__ import annotations
