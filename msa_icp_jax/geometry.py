@@ -27,7 +27,11 @@ MAX_SELECT_COLUMNS = 12288  # exclusive bound of a prefill score plane's columns
 COLUMN_MULTIPLE = 4  # decode writes and sizes score columns in groups of four
 WINDOW_SCORE_BYTES = 256 << 20  # bound of the prefill score scratch, see `window_tokens`
 MAX_INT32 = 2**31 - 1  # bound of every limit: positions, tokens and rows are int32 on the device
+MAX_SUM = 2**30 - 1  # where prefix sums of lengths saturate: two such terms still fit an int32
+MAX_TOKENS = MAX_SELECT_COLUMNS * max(PAGE_SIZES)  # prefill never scores a position past it
+ROW_STEP = 8  # rows of 128 bytes: index keys in a compound page begin at a multiple of 1 KiB
 MAX_ROW_OFFSET = 2**31 - 256  # the rows of a page behind it still have int32 numbers
+MIX_UP_ROWS = max(PAGE_SIZES) // min(WORLD_SIZES)  # up to here another number of rows is a mix-up
 
 
 def cdiv(a: Any, b: int) -> Any:
@@ -206,6 +210,6 @@ class IndexerGeometry:
 def check_row_offset(row_offset: int) -> int:
     """Raises unless `row_offset` is a multiple of 8 rows (1 KiB) whose pages have int32 rows."""
     row_offset = checks.integer("row_offset", row_offset, 0, MAX_ROW_OFFSET)
-    if row_offset % 8:
-        raise ValueError(f"row_offset must be a multiple of 8 (rows), got {row_offset}")
+    if row_offset % ROW_STEP:
+        raise ValueError(f"row_offset must be a multiple of {ROW_STEP} (rows), got {row_offset}")
     return row_offset

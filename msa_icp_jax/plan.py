@@ -37,7 +37,14 @@ from msa_icp_jax.comm import (
     store_legacy,
     store_tagged,
 )
-from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, TOPK, IndexerGeometry, check_query_len
+from msa_icp_jax.geometry import (
+    HEAD_DIM,
+    MAX_SUM,
+    NUM_HEADS,
+    TOPK,
+    IndexerGeometry,
+    check_query_len,
+)
 from msa_icp_jax.ops.decode_score import (
     msa_icp_decode_index_score_sharded,
     msa_icp_decode_pool_bytes,
@@ -291,6 +298,9 @@ class MSAIcpIndexerPlan:
           total_q: query rows of the window at most.
           max_query_len: query tokens of one segment at most.
           max_seq_len: keys of one segment at most.
+
+        Returns:
+          An MSAIcpScorePlan, whose arrays a program takes as they are.
 
         Raises:
           TypeError, ValueError: an argument has the wrong dtype or shape, or a bound is above the
@@ -573,13 +583,15 @@ class MSAIcpIndexerPlan:
           with_comm: take and return the receive storage.
 
         Returns:
-          A jitted ``f(index_q, index_k, block_table, seq_lens, num_valid_pages, scores, output)``,
-          with ``comm, slot`` behind it when `with_comm`, returning (output, scores, comm). `comm`
-          is all ranks' storage; `slot` may be a Python int of any size.
+          A jitted ``f(index_q, index_k, block_table, seq_lens, num_valid_pages, scores, output)``
+          returning (output, scores). When `with_comm` it takes ``comm, slot`` behind these and
+          returns (output, scores, comm): `comm` is all ranks' storage, `slot` may be a Python int
+          of any size.
 
         Raises:
-          TypeError, ValueError: an argument is outside its range. The program itself raises
-            TypeError, by name, for a numpy array of another dtype, which JAX alone would narrow.
+          TypeError, ValueError: an argument is outside its range, or the mesh has no such axis of
+            the plan's size. The program itself raises TypeError, by name, for a numpy array of
+            another dtype, which JAX alone would narrow.
         """
         return programs.decode_program(
             self, mesh, decode_query_len, tagged, with_comm, fused, enable_pdl
@@ -595,6 +607,9 @@ class MSAIcpIndexerPlan:
         Returns:
           A jitted ``f(query, index_k, block_table, window_plan, score_scratch, num_valid_pages,
           carrier_view, output)`` returning (output, carrier, score_scratch).
+
+        Raises:
+          TypeError, ValueError: as in `decode_program`.
         """
         return programs.prefill_program(self, mesh, fused)
 
@@ -606,6 +621,9 @@ class MSAIcpIndexerPlan:
 
         Returns:
           A jitted ``f(index_k, new_k, slot_mapping)`` returning index_k.
+
+        Raises:
+          TypeError, ValueError: as in `decode_program`.
         """
         return programs.write_program(self, mesh)
 
@@ -844,6 +862,6 @@ class MSAIcpIndexerPlan:
 
 def _prefix_sums(lengths: jax.Array) -> jax.Array:
     """[B + 1] sums of the lengths before each segment; they saturate where int32 would wrap."""
-    most = 2**30 - 1
-    sums = lax.associative_scan(lambda a, b: jnp.minimum(a + b, most), jnp.clip(lengths, 0, most))
+    terms = jnp.clip(lengths, 0, MAX_SUM)
+    sums = lax.associative_scan(lambda a, b: jnp.minimum(a + b, MAX_SUM), terms)
     return jnp.pad(sums, (1, 0))

@@ -16,8 +16,9 @@ import oracle
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
+from msa_icp_jax.geometry import MAX_TOKENS
 from msa_icp_jax.ops._mosaic.launch import Target
-from msa_icp_jax.ops.prefill_plan import MAX_TOKENS, MSAIcpScorePlan, balance
+from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan as host_plan
 from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan_device as device_plan
 from msa_icp_jax.ops.prefill_score import mosaic

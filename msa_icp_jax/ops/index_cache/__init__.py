@@ -82,12 +82,12 @@ def check_index_k(
     checks.array(name, index_k, jnp.float8_e4m3fn, AtLeast(1), None, HEAD_DIM)
     rows = geometry.rows_per_page(world_size, page_size)
     have = index_k.shape[1]
-    mixed_up = row_offset == 0 and rows != have <= max(geometry.PAGE_SIZES) // 2
+    mixed_up = row_offset == 0 and rows != have <= geometry.MIX_UP_ROWS
     if row_offset + rows > have or mixed_up:
         raise ValueError(
             f"{name} must have page_size / world_size = {rows} rows a page (page_size 128 or 256, "
-            f"world_size 2 or 4), or compound pages of more than 128 rows that hold rows "
-            f"[{row_offset}, {row_offset + rows}), got shape {list(index_k.shape)}"
+            f"world_size 2 or 4), or compound pages of more than {geometry.MIX_UP_ROWS} rows that "
+            f"hold rows [{row_offset}, {row_offset + rows}), got shape {list(index_k.shape)}"
         )
 
 

@@ -82,7 +82,7 @@ def msa_icp_merge_candidates(
     checks.array("output", output, jnp.int32, AtLeast(tokens), heads, TOPK)
     checks.array("errors", errors, jnp.int32, 1)
     geometry.check_forced("init_blocks", init_blocks, "local_blocks", local_blocks)
-    checks.integer("spin_limit", spin_limit, 1, 2**31 - 1)
+    checks.integer("spin_limit", spin_limit, 1, geometry.MAX_INT32)
     checks.flag("enable_pdl", enable_pdl)
     tags = None
     if expected_generations is not None:

@@ -17,14 +17,10 @@ import numpy as np
 
 from msa_icp_jax import checks, geometry
 from msa_icp_jax.backend import resolve_backend
-from msa_icp_jax.geometry import BLOCK_SIZE, cdiv
+from msa_icp_jax.geometry import BLOCK_SIZE, MAX_INT32, MAX_TOKENS, cdiv
 
 if TYPE_CHECKING:
     from msa_icp_jax.ops.prefill_plan.balance import PrefillWork
-
-MAX_TOKENS = geometry.MAX_SELECT_COLUMNS * max(
-    geometry.PAGE_SIZES
-)  # positions past it are never scored
 
 
 @jax.tree_util.register_dataclass
@@ -110,7 +106,7 @@ def msa_icp_index_score_sharded_plan(
                 f"{kv_len}, got {offset} + {qo_len}"
             )
     ends = np.cumsum(qo_lens, dtype=np.int64)
-    checks.integer("sum(qo_segment_lens)", int(ends[-1]) if ends.size else 0, 0, 2**31 - 1)
+    checks.integer("sum(qo_segment_lens)", int(ends[-1]) if ends.size else 0, 0, MAX_INT32)
     starts = np.concatenate([[0], ends]).astype(np.int32)
     with jax.default_device(device):
         plan = MSAIcpScorePlan(
@@ -166,9 +162,9 @@ def msa_icp_index_score_sharded_plan_device(
     checks.array("kv_segment_offsets", kv_segment_offsets, jnp.int32, segments + 1)
     checks.array("qo_offset", qo_offset, jnp.int32, segments)
     geometry.check_num_heads("num_qo_heads", num_qo_heads)
-    total_q = checks.integer("total_q", total_q, 0, 2**31 - 1)
-    max_query_len = checks.integer("max_query_len", max_query_len, 0, 2**31 - 1)
-    max_seq_len = checks.integer("max_seq_len", max_seq_len, 0, 2**31 - 1)
+    total_q = checks.integer("total_q", total_q, 0, MAX_INT32)
+    max_query_len = checks.integer("max_query_len", max_query_len, 0, MAX_INT32)
+    max_seq_len = checks.integer("max_seq_len", max_seq_len, 0, MAX_INT32)
     starts = jnp.clip(qo_segment_offsets[:-1], 0, total_q)
     plan = MSAIcpScorePlan(
         starts,
@@ -202,8 +198,8 @@ def msa_icp_index_score_plan_storage(
       TypeError, ValueError: an argument is outside its range.
     """
     geometry.check_num_heads("num_qo_heads", num_qo_heads)
-    total_q = checks.integer("total_q", total_q, 0, 2**31 - 1)
-    batch = checks.integer("batch", batch, 0, 2**31 - 1)
+    total_q = checks.integer("total_q", total_q, 0, MAX_INT32)
+    batch = checks.integer("batch", batch, 0, MAX_INT32)
     checks.device("device", device)
     backend = resolve_backend("auto", device)
 
@@ -246,7 +242,7 @@ def _host_lengths(name: str, values: Any, size: int | None = None) -> np.ndarray
     if lengths.size and not (np.issubdtype(lengths.dtype, np.integer) or too_long):
         raise TypeError(f"{name} must hold ints, got dtype {lengths.dtype}")
     for b, value in enumerate(lengths.tolist()):
-        checks.integer(f"{name}[{b}]", value, 0, 2**31 - 1)
+        checks.integer(f"{name}[{b}]", value, 0, MAX_INT32)
     return lengths.astype(np.int32)
 
 

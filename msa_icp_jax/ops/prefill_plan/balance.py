@@ -20,8 +20,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from msa_icp_jax.geometry import HEAD_DIM, cdiv
-from msa_icp_jax.ops.prefill_plan import MAX_TOKENS, MSAIcpScorePlan
+from msa_icp_jax.geometry import HEAD_DIM, MAX_TOKENS, cdiv
+from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan
 
 TILE_TOKENS = 64
 COUNTERS = 8  # of a tile: its rows are joined by eighths, a warp's rows each

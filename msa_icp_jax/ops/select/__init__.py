@@ -14,7 +14,7 @@ from msa_icp_jax import checks, geometry
 from msa_icp_jax import rows as candidate_rows
 from msa_icp_jax.backend import start_at, takes_mosaic
 from msa_icp_jax.checks import AtLeast
-from msa_icp_jax.geometry import MAX_BLOCKS, MAX_SELECT_COLUMNS, NUM_HEADS, NUM_SLOTS
+from msa_icp_jax.geometry import MAX_BLOCKS, MAX_INT32, MAX_SELECT_COLUMNS, NUM_HEADS, NUM_SLOTS
 from msa_icp_jax.ops.select import xla
 
 
@@ -174,7 +174,7 @@ def bump_generations(
 
 def check_slot(slot: int | jax.Array) -> Any:
     """The slot mod 3; raises unless `slot` is a non-negative int or a traced int32 scalar."""
-    return checks.index("slot", slot, 2**31) % NUM_SLOTS
+    return checks.index("slot", slot, MAX_INT32 + 1) % NUM_SLOTS
 
 
 def by_owner(head_rows: jax.Array, world_size: int) -> jax.Array:
