@@ -70,10 +70,6 @@ class Program:
         """`jax.jit`'s own."""
         return self._jitted.eval_shape(*self._checked(arguments))
 
-    def clear_cache(self) -> None:
-        """`jax.jit`'s own."""
-        self._jitted.clear_cache()
-
     def _cache_size(self) -> int:
         return self._jitted._cache_size()
 
