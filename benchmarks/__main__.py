@@ -50,7 +50,6 @@ programs of their own (--help)
   torchrun --nproc-per-node 2 -m benchmarks.exchange --out F   the exchange between GPUs
 """
 _STAGES = ("score", "select", "local", "fused-local", "merge", "chain")
-BACKENDS = ("mosaic", "xla", "torch", "torch_compile", "flashinfer", "vllm")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -106,7 +105,7 @@ def _run(arguments: Sequence[str]) -> int:
         "--backends",
         nargs="+",
         default=[],
-        choices=BACKENDS,
+        choices=options.BACKENDS,
         metavar="BACKEND",
         help="by default those that run here; xla on a GPU: score and select alone",
     )

@@ -8,8 +8,10 @@ their floor).
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
+import re
 
 import numpy as np
 
@@ -46,7 +48,7 @@ class Floor:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sharded:
+class _Sharded(abc.ABC):
     """What decode and prefill cases have in common.
 
     Attributes:
@@ -82,6 +84,16 @@ class _Sharded:
         return round_up(max(self.request_pages), COLUMN_MULTIPLE)
 
     @property
+    @abc.abstractmethod
+    def tokens(self) -> int:
+        """Query tokens."""
+
+    @property
+    @abc.abstractmethod
+    def positions(self) -> list[tuple[int, int]]:
+        """(request or segment, position) of every token."""
+
+    @property
     def key_bytes(self) -> int:
         """Bytes of the rank's rows of every page in use."""
         return sum(self.request_pages) * self.rows_per_page * HEAD_DIM
@@ -91,6 +103,28 @@ class _Sharded:
         whole, rest = divmod(min(position + 1, keys), PAGE_SIZE)
         inside = min(max(rest - self.rank * self.rows_per_page, 0), self.rows_per_page)
         return whole * self.rows_per_page + inside
+
+    @functools.cached_property
+    def key_flops(self) -> int:
+        """Operations on the keys that the tokens see."""
+        seen = sum(self.visible(position, self.lens[b]) for b, position in self.positions)
+        return 2 * HEAD_DIM * NUM_HEADS * seen
+
+    def floor(self, stage: str) -> Floor:
+        """What a stage cannot do without."""
+        scores = self.tokens * NUM_HEADS * self.columns * _WORD
+        inputs = self.key_bytes + self.tokens * _QUERY_BYTES
+        rows = self.tokens * NUM_HEADS * ROW_WORDS * _WORD
+        match stage:
+            case "score":
+                return Floor(inputs + scores, self.key_flops)
+            case "local" | "fused-local" | "chain":  # the plane is an implementation's choice
+                return Floor(inputs, self.key_flops)
+            case "select":
+                return Floor(scores + rows)
+            case "merge":
+                return Floor(rows + self.tokens * self.heads_per_rank * TOPK * _WORD)
+        raise ValueError(f"no stage {stage!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,14 +153,6 @@ class Decode(_Sharded):
         """Bytes that one pass over one input set brings through the L2 cache."""
         return self.key_bytes + self.tokens * _QUERY_BYTES
 
-    def floor(self, stage: str) -> Floor:
-        return _floor(self, stage, self.key_flops)
-
-    @functools.cached_property
-    def key_flops(self) -> int:
-        seen = sum(self.visible(position, self.lens[b]) for b, position in self.positions)
-        return 2 * HEAD_DIM * NUM_HEADS * seen
-
 
 @dataclasses.dataclass(frozen=True)
 class Prefill(_Sharded):
@@ -153,30 +179,6 @@ class Prefill(_Sharded):
     def stream_bytes(self) -> int:
         scores = self.tokens * NUM_HEADS * self.columns * _WORD
         return self.key_bytes + self.tokens * _QUERY_BYTES + scores
-
-    def floor(self, stage: str) -> Floor:
-        return _floor(self, stage, self.key_flops)
-
-    @functools.cached_property
-    def key_flops(self) -> int:
-        seen = sum(self.visible(position, self.lens[b]) for b, position in self.positions)
-        return 2 * HEAD_DIM * NUM_HEADS * seen
-
-
-def _floor(case: Decode | Prefill, stage: str, flops: int) -> Floor:
-    scores = case.tokens * NUM_HEADS * case.columns * _WORD
-    inputs = case.key_bytes + case.tokens * _QUERY_BYTES
-    rows = case.tokens * NUM_HEADS * ROW_WORDS * _WORD
-    match stage:
-        case "score":
-            return Floor(inputs + scores, flops)
-        case "local" | "fused-local" | "chain":  # the score plane is an implementation's choice
-            return Floor(inputs, flops)
-        case "select":
-            return Floor(scores + rows)
-        case "merge":
-            return Floor(rows + case.tokens * case.heads_per_rank * TOPK * _WORD)
-    raise ValueError(f"no stage {stage!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +242,12 @@ def ragged_decode_lens() -> tuple[int, ...]:
     return tuple(lens[i] for i in np.random.default_rng(0).permutation(64))
 
 
+def at_world_size(case: Decode, world_size: int) -> Decode:
+    """The case at this many ranks, with a name that says so."""
+    name = re.sub(r"-w\d", f"-w{world_size}", case.name)
+    return dataclasses.replace(case, name=name, world_size=world_size)
+
+
 def _uniform_prefill(name: str, tokens: int, end: int, world_size: int, target: float) -> Prefill:
     return Prefill(name, (end,), world_size, target, query_lens=(tokens,))
 
@@ -254,6 +262,7 @@ DECODE = (
     Decode("d-b32-128k-w4-q4", (1 << 17,) * 32, 4, 1.25, query_len=4),
     Decode("d-b64-ragged-w4", ragged_decode_lens(), 4, 1.30),
 )
+EXCHANGED = next(case for case in DECODE if case.name == "d-b32-32k-w2")  # the texts' example
 PREFILL = (
     _uniform_prefill("p-8k-w4", 8192, 1 << 13, 4, 3.0),
     _uniform_prefill("p-8k-w2", 8192, 1 << 13, 2, 2.2),
@@ -279,6 +288,15 @@ SELECT = (
     Select(8192, 1024, 50.0),
 )
 MERGE = (Merge(32, target_us=1.8), Merge(256), Merge(8192))
+
+# What a torch decode costs the host (host.py), and on which backend: first the yardstick.
+HOST = {
+    "torch-op": "torch",
+    "decode-direct-eager": "mosaic",
+    "decode-direct-eager-fresh": "mosaic",
+    "decode-direct-graph": "mosaic",
+    "decode-dlpack-eager": "mosaic",
+}
 
 FULL: tuple[Case, ...] = (*DECODE, *SELECT, *MERGE, *PREFILL)
 QUICK: tuple[Case, ...] = (

@@ -5,15 +5,27 @@ A part stands between `<!-- measured: NAME -->` and `<!-- end of NAME -->`.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import model, report, results
-from benchmarks.cases import DECODE, MERGE, PREFILL, SELECT, Decode, Merge, Prefill, Select
+from benchmarks.cases import (
+    DECODE,
+    EXCHANGED,
+    HOST,
+    MERGE,
+    PREFILL,
+    SELECT,
+    Decode,
+    Merge,
+    Prefill,
+    Select,
+    at_world_size,
+)
+from benchmarks.options import BACKENDS
 from benchmarks.results import Row
-from msa_icp_jax.geometry import HEAD_DIM
+from msa_icp_jax.geometry import HEAD_DIM, WORLD_SIZES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "h200.json"
@@ -123,7 +135,7 @@ def scaling() -> str:
     rows = Figures(SWEEP).rows
     if not rows:
         return "\nNot measured yet.\n\n"
-    paragraphs = [_where(rows)]
+    paragraphs = ["Measured:", _where(rows)]
     for world_size in sorted({row["world_size"] for row in rows}):
         curves = [row for row in rows if row["world_size"] == world_size]
         paragraphs.append(f"W = {world_size}, microseconds (and times over the floor) by context:")
@@ -186,9 +198,28 @@ def _products_differ(pair: Sequence[Row]) -> list[str]:
     ]
 
 
+def host() -> str:
+    """docs/torch.md: what a torch decode costs the host."""
+    figures = Figures(RESULTS)
+    keys = [(case, "host", backend, "exact") for case, backend in HOST.items()]
+    yardstick, *_ = found = [figures.row(*key) for key in keys]
+    if yardstick is None:
+        return "\nNo figures yet: `python -m benchmarks record` takes them on a Hopper GPU.\n\n"
+    lines = [
+        (
+            key[0],
+            figures.with_spread(*key),
+            f"{row['median_us'] / yardstick['median_us']:.1f}" if row else _NONE,
+        )
+        for key, row in zip(keys, found, strict=True)
+    ]
+    table = _table(("case", "microseconds of the host", "times a torch op"), lines)
+    parts = (_where([row for row in found if row]), table, *_legend([table]))
+    return "\n" + "\n\n".join(parts) + "\n\n"
+
+
 # ---- what the exchange's time means; see docs/scaling.md ----
 
-_EXCHANGE_CASE = DECODE[2]
 _SPARSE_LAYERS = 57
 _READ_TBPS = 4.4  # of an H200, rounded
 _COSTS = {
@@ -207,7 +238,7 @@ def layers() -> str:
     return (
         f"\n*A step, on two ranks.* A model with {_SPARSE_LAYERS} sparse layers pays "
         f"{_SPARSE_LAYERS} exchanges one after the other. In the chains above, "
-        f"{_keys_of(_EXCHANGE_CASE)}, an exchange adds {_listed(costs)}: {_listed(sums)} a decode "
+        f"{_keys_of(EXCHANGED)}, an exchange adds {_listed(costs)}: {_listed(sums)} a decode "
         "step.\n\n"
     )
 
@@ -224,7 +255,7 @@ def break_even() -> str:
     head = ("exchange and merge", "W = 2", "W = 4, if both took as long as with two ranks")
     return (
         f"\nAt a read rate of {_READ_TBPS} TB/s, with what exchange and merge add to the chain of "
-        f"{_keys_of(_EXCHANGE_CASE)}, the two are equal at so many keys "
+        f"{_keys_of(EXCHANGED)}, the two are equal at so many keys "
         f"of a batch:\n\n{_table(head, lines)}\n\n"
     )
 
@@ -232,9 +263,7 @@ def break_even() -> str:
 def _added_in_chain() -> list[tuple[str, float]]:
     """What each transport adds to the chain, in microseconds."""
     pair = Figures(PAIR)
-    rows = [
-        (name, pair.row(_EXCHANGE_CASE.name, "chain", key, "exact")) for key, name in _COSTS.items()
-    ]
+    rows = [(name, pair.row(EXCHANGED.name, "chain", key, "exact")) for key, name in _COSTS.items()]
     return [(name, row["added_us"]) for name, row in rows if row and "added_us" in row]
 
 
@@ -242,7 +271,7 @@ def _merge_in_chain() -> float | None:
     """What a merge adds to score and select, in microseconds; on one card."""
     figures = Figures(RESULTS)
     local, chain = (
-        figures.row(_EXCHANGE_CASE.name, stage, "mosaic", "exact") for stage in ("local", "chain")
+        figures.row(EXCHANGED.name, stage, "mosaic", "exact") for stage in ("local", "chain")
     )
     return chain["median_us"] - local["median_us"] if local and chain else None
 
@@ -266,11 +295,8 @@ def _listed(parts: Sequence[str]) -> str:
 
 def _named(name: str) -> str:
     """A case in words; also one that stands at another world size among the work points."""
-    for case in DECODE:
-        for world_size in (2, 4):
-            if name == re.sub(r"-w\d", f"-w{world_size}", case.name):
-                return describe(dataclasses.replace(case, name=name, world_size=world_size))
-    return name
+    found = (at_world_size(case, w) for case in DECODE for w in WORLD_SIZES)
+    return next((describe(case) for case in found if case.name == name), name)
 
 
 def _where(rows: Sequence[Row]) -> str:
@@ -410,7 +436,7 @@ def _peer_sentences(figures: Figures) -> list[str]:
 
 
 def _exchange_sentences(pair: Figures) -> list[str]:
-    case = DECODE[2]
+    case = EXCHANGED
     alone, nccl, stores = (
         pair.us(case.name, "exchange", name, "exact")
         for name in ("none", "nccl", "one-sided-tagged")
@@ -425,11 +451,18 @@ def _exchange_sentences(pair: Figures) -> list[str]:
 
 
 def _absent(figures: Figures) -> list[str]:
+    """Which backends and other parts have no figures, and why where the file says."""
     elsewhere = {row["stage"] for row in Figures(PAIR).rows}
-    missing = {name: why for name, why in figures.absent.items() if name not in elsewhere}
-    if not missing:
+    reasons = {name: why for name, why in figures.absent.items() if name not in elsewhere}
+    measured = {row["backend"] for row in figures.rows if row["stage"] != "host"}
+    names = dict.fromkeys(name for name in (*BACKENDS, *reasons) if name not in measured)
+    if not names:
         return []
-    return ["Not measured: " + "; ".join(f"{name} ({why})" for name, why in missing.items()) + "."]
+    said = [
+        _NAMES.get(name, name) + (f" ({reasons[name]})" if name in reasons else "")
+        for name in names
+    ]
+    return [f"Not measured in these runs: {_listed(said)}."]
 
 
 def _fit_sentences(fits: Sequence[model.Fit]) -> list[str]:
@@ -489,25 +522,6 @@ def _us(value: float) -> str:
     """Three digits, or all before the point."""
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:,.{digits}f}"
-
-
-def host() -> str:
-    """docs/torch.md: what a torch decode costs the host."""
-    figures = Figures(RESULTS)
-    rows = [row for row in figures.rows if row["stage"] == "host"]
-    yardstick = figures.row("torch-op", "host", "torch", "exact")
-    if yardstick is None:
-        return "\nNo figures yet: `python -m benchmarks record` takes them on a Hopper GPU.\n\n"
-    lines = [
-        (
-            row["case"],
-            figures.with_spread(*results.key_of(row)),
-            f"{row['median_us'] / yardstick['median_us']:.1f}",
-        )
-        for row in rows
-    ]
-    table = _table(("case", "microseconds of the host", "times a torch op"), lines)
-    return f"\n{_where(rows)}\n\n{table}\n\n"
 
 
 PARTS: dict[tuple[Path, str], Callable[[], str]] = {

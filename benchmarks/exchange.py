@@ -18,11 +18,9 @@ Rows merge into FILE where it exists. A case takes about 3 seconds on two H200.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import fnmatch
 import importlib.util
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -37,16 +35,10 @@ BACKENDS = ("none", "nccl", "one-sided-legacy", "one-sided-tagged")
 
 def cases(world_size: int, pattern: str) -> list[Any]:
     """The decode cases at this many ranks: those that are, then the others, under another name."""
-    from benchmarks.cases import DECODE
+    from benchmarks.cases import DECODE, at_world_size
 
-    found = [
-        dataclasses.replace(
-            case,
-            name=re.sub(r"-w\d", f"-w{world_size}", case.name),
-            world_size=world_size,
-        )
-        for case in sorted(DECODE, key=lambda case: case.world_size != world_size)
-    ]
+    own_first = sorted(DECODE, key=lambda case: case.world_size != world_size)
+    found = [at_world_size(case, world_size) for case in own_first]
     return [case for case in found if fnmatch.fnmatch(case.name, pattern)]
 
 

@@ -25,6 +25,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks import options, results, roofline
+from benchmarks.cases import HOST
 from benchmarks.run import Machine
 from benchmarks.timing import Times
 
@@ -39,21 +40,21 @@ GRAPH_DECODES = 12
 _ROUNDS, _CALLS = 50, 20
 
 
-def measure() -> Iterator[tuple[str, str, Times]]:
-    """(case, backend, times) of every case; needs a Hopper GPU that torch sees."""
+def measure() -> Iterator[tuple[str, Times]]:
+    """The times of every case of `cases.HOST`; needs a Hopper GPU that torch sees."""
     import torch
 
-    yield "torch-op", "torch", _torch_op(torch)
+    yield "torch-op", _torch_op(torch)
     ranks = _Ranks(torch, "direct")
-    yield "decode-direct-eager", "mosaic", ranks.eager(fresh=False)
-    yield "decode-direct-eager-fresh", "mosaic", ranks.eager(fresh=True)
-    yield "decode-direct-graph", "mosaic", ranks.graph()
+    yield "decode-direct-eager", ranks.eager(fresh=False)
+    yield "decode-direct-eager-fresh", ranks.eager(fresh=True)
+    yield "decode-direct-graph", ranks.graph()
     with mock.patch.multiple(
         "msa_icp_torch.exchange",
         check_group=lambda *_: None,
         all_to_all=lambda received, message, _: received.copy_(message),
     ):
-        yield "decode-dlpack-eager", "mosaic", _Ranks(torch, "dlpack").eager(fresh=False)
+        yield "decode-dlpack-eager", _Ranks(torch, "dlpack").eager(fresh=False)
 
 
 def _torch_op(torch: Any) -> Times:
@@ -249,8 +250,8 @@ def host_rows(machine: Machine, commit: str | None, seconds: float) -> Iterator[
     end = time.monotonic() + seconds
     ceilings = roofline.measure(machine.torch)
     setting = results.Setting(machine.device, machine.torch_version, ceilings, commit)
-    for case, backend, times in measure():
-        yield results.row((case, "host", backend, "exact"), times, None, setting)
+    for case, times in measure():
+        yield results.row((case, "host", HOST[case], "exact"), times, None, setting)
         if time.monotonic() > end:
             return
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+BACKENDS = ("mosaic", "xla", "torch", "torch_compile", "flashinfer", "vllm")
 MOST_KEYS = 1 << 20  # of a request: candidates are among the first 8,192 blocks
 
 

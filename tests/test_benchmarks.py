@@ -37,7 +37,7 @@ from benchmarks import (
 )
 from benchmarks import run as bench
 from benchmarks.__main__ import main
-from benchmarks.cases import DECODE, FULL, MERGE, PREFILL, QUICK, SELECT, Decode, Prefill
+from benchmarks.cases import DECODE, FULL, HOST, MERGE, PREFILL, QUICK, SELECT, Decode, Prefill
 from benchmarks.inputs import Inputs, Pool
 from benchmarks.inputs import abstract_inputs as abstract_inputs_of
 from benchmarks.roofline import Ceilings
@@ -582,7 +582,7 @@ def test_a_python_without_jax_is_told_what_to_do(capsys, monkeypatch):
 
 def test_names_of_backends_are_those_there_are():
     baselines = {"torch", "torch_compile", *peers.PEERS}
-    assert set(command_line.BACKENDS) == {"mosaic", "xla"} | baselines
+    assert set(options.BACKENDS) == {"mosaic", "xla"} | baselines
     assert set(command_line._STAGES) == {stage for case in FULL for stage in case.stages}
 
 
@@ -1125,10 +1125,11 @@ def test_tables_show_what_there_is_and_how_it_was_taken(monkeypatch, tmp_path):
     figures(monkeypatch, tmp_path, "RESULTS", measured)
     figures(monkeypatch, tmp_path, "PAIR", [])
     said = documents.performance()
-    assert "| XLA | torch |\n" in said and "torch.compile" not in said
+    assert "| XLA | torch |\n" in said and "| torch.compile |" not in said
     assert "| **20.0** (jit) (19.9 to 20.1) | 2.00 | 77.0 | 99.0 |" in said  # XLA's is stated
     assert "| **12.0** (11.9 to 12.1) | 1.20 | - | - |" in said
     assert documents._MISSING in said and documents._JIT in said
+    assert "\nNot measured in these runs: torch.compile, flashinfer and vllm.\n" in said
     assert "| select | 32 tokens, 1,024 blocks each |" in said and "select-t32" not in said
     (targets,) = re.findall(r"Of 6 targets, 3 are met; missed: (.*)\.\n", said)
     assert targets == (
@@ -1136,6 +1137,29 @@ def test_tables_show_what_there_is_and_how_it_was_taken(monkeypatch, tmp_path):
         "8,192 tokens ending at 8K, W 2 (3.300 x, target 2.20 x); "
         "select of 32 tokens, 1,024 blocks each (3.90 us, target 3.8 us)"
     )
+
+
+def test_what_is_not_measured_is_named_with_its_reason(monkeypatch, tmp_path):
+    figures(monkeypatch, tmp_path, "PAIR", [row(stage="exchange")])
+    figures(monkeypatch, tmp_path, "RESULTS", [row(), row("torch-op", "host", "torch")])
+    reasons = {"vllm": "not installed", "exchange": "one GPU", "kernels": "no time"}
+    results.save(documents.RESULTS, [], reasons)
+    (said,) = documents._absent(documents.Figures(documents.RESULTS))
+    assert said == (
+        "Not measured in these runs: XLA, torch, torch.compile, flashinfer, vllm (not installed) "
+        "and kernels (no time)."
+    )
+
+
+def test_the_table_of_the_host_has_every_case(monkeypatch, tmp_path):
+    yardstick = row("torch-op", "host", "torch", median=4.0)
+    figures(monkeypatch, tmp_path, "RESULTS", [yardstick, row("decode-direct-graph", "host")])
+    said = documents.host()
+    assert re.findall(r"^\| (\w+-\S+) \|", said, re.MULTILINE) == list(HOST)
+    assert "| **2.00** (1.90 to 2.10) | 0.5 |" in said and said.count("| - | - |") == 3
+    assert documents._MISSING in said
+    figures(monkeypatch, tmp_path / "none", "RESULTS", [])
+    assert documents.host().startswith("\nNo figures yet")
 
 
 def test_what_the_exchange_costs_follows_from_the_rows(monkeypatch, tmp_path):
