@@ -177,7 +177,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
         warp_xor=lambda x, distance: _from_lane(x, np.arange(THREADS) ^ distance),
         warp_max=lambda x: _per_warp(x, np.max),
         warp_min=lambda x: _per_warp(x, np.min),
-        warp_ballot=lambda x: _per_warp(x.to_i32(), np.max),
+        warp_ballot=ballot,
     )
     names = {
         "lanes": lanes,

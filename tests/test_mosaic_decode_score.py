@@ -279,8 +279,8 @@ def test_shares_name_requests_of_the_batch(monkeypatch):
     lanes = SimpleNamespace(
         minimum=lane_simulator._minimum,
         maximum=lane_simulator._maximum,
-        popcount=lambda x: x,
-        warp_ballot=lambda x: lane_simulator._per_warp(x.to_i32(), np.sum),
+        popcount=lambda x: Lane(np.bitwise_count(x.value.view(np.uint32)).astype(np.int32)),
+        warp_ballot=lane_simulator.ballot,
         warp_from=_from_lane,
         warp_prefix_sums=lambda xs, _: [Lane(np.tile(np.cumsum(x.value[:32]), 4)) for x in xs],
     )

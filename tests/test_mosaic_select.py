@@ -219,7 +219,6 @@ def test_a_cta_selects_each_row_of_its_tokens_once(monkeypatch, start, stop):
     columns, scale, offset, begin, end = 64, 2, 1, 1, 2
     for module in (paired_rows, networks, long_rows, mosaic):
         lane_simulator.simulate(monkeypatch, module)
-    monkeypatch.setattr(mosaic.lanes, "warp_ballot", lane_simulator.ballot)
     shared = np.zeros(mosaic.WARPS * paired_rows.WARP_WORDS, np.int32)
     monkeypatch.setattr(paired_rows, "_address", lambda place: Lane(np.int32(4) * place.at))
     monkeypatch.setattr(paired_rows, "_load_four", _load_four)

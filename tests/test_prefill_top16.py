@@ -165,12 +165,6 @@ def test_a_thread_finds_the_maxima_of_its_row(monkeypatch, rows_per_page):
 
 
 def test_rows_go_to_the_places_of_their_tokens_and_heads(monkeypatch):
-    def ballot(x: Lane) -> Lane:
-        bits = np.left_shift(x.value.reshape(4, 32).astype(np.int64), np.arange(32)).sum(axis=1)
-        return Lane(np.repeat(bits.astype(np.uint32).view(np.int32), 32))
-
-    prefill_top16.lanes.warp_ballot = ballot
-    prefill_top16.lanes.warp_barrier = lambda: None
     monkeypatch.setattr(prefill_top16, "_quotient", lambda x, by: Lane(x.value // by))
     facts = prefill_top16.Selection(StepPages(64, 256), 96, 4096, 2, 0, 0, interpret=False)
     stage = np.zeros(4 * 32 * 33, np.int32)
