@@ -31,7 +31,7 @@ MAX_SUM = 2**30 - 1  # where prefix sums of lengths saturate: two such terms sti
 MAX_TOKENS = MAX_SELECT_COLUMNS * max(PAGE_SIZES)  # prefill never scores a position past it
 ROW_STEP = 8  # rows of 128 bytes: index keys in a compound page begin at a multiple of 1 KiB
 MAX_ROW_OFFSET = 2**31 - 256  # the rows of a page behind it still have int32 numbers
-MIX_UP_ROWS = max(PAGE_SIZES) // min(WORLD_SIZES)  # up to here another number of rows is a mix-up
+MIX_UP_ROWS = max(PAGE_SIZES) // min(WORLD_SIZES)  # most that a rank can hold of a plain page
 
 
 def cdiv(a: Any, b: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import types
@@ -14,6 +15,8 @@ import pytest
 from benchmarks import exchange, results
 from benchmarks.cases import DECODE
 from benchmarks.graph import lower
+from benchmarks.roofline import Ceilings
+from benchmarks.timing import Times
 from msa_icp_jax.comm import comm_shapes
 from msa_icp_jax.ops._mosaic.launch import Target
 
@@ -64,6 +67,43 @@ def test_every_link_is_made_of_kernels_alone(world_size):
     for name, structs in arguments.items():
         lowered = lower(getattr(kernels, f"_{name}"), *structs)
         assert len(lowered.steps) == 1, name  # one kernel, no fill, no copy
+
+
+def test_rows_say_what_a_transport_adds_and_how_it_was_timed(monkeypatch, tmp_path):
+    pytest.importorskip("torch", reason="torch is not installed (extra torch)")
+    from benchmarks import links
+
+    (case,) = exchange.cases(2, "d-b32-32k-w2")
+    us = {"none": 3.0, "one-sided-tagged": 5.0}
+    group = {"get_world_size": lambda: 2, "get_rank": lambda: 0}
+    monkeypatch.setattr(links, "dist", types.SimpleNamespace(**group))
+    monkeypatch.setattr(links.torch.cuda, "get_device_name", lambda: "H200")
+    monkeypatch.setattr(links, "slower_rank", lambda times: times)
+    for method in ("graph", "eager"):
+        taken = functools.partial(fake_times, us, method)
+        monkeypatch.setattr(links, f"{method}_times", taken)
+    one_rank = types.SimpleNamespace(
+        case=case,
+        link=lambda stage, backend, number: [backend],
+        empty=lambda: "empty",
+        arm=None,
+        check=lambda *arguments: None,
+    )
+    out = tmp_path / "r.json"
+    recorder = links.Recorder(out, "abc", Ceilings(4.5, 1400.0))
+    recorder.measure(one_rank, ["exchange"], list(us))
+    rows = {(row["stage"], row["backend"]): row for row in results.load(out)}
+    assert len(rows) == 4 and all(set(results.FIELDS) <= set(row) for row in rows.values())
+    tagged = rows["exchange", "one-sided-tagged"]
+    assert (tagged["added_us"], tagged["timing"], tagged["floor_us"]) == (2.0, "graph", 0.7)
+    assert tagged["payload_bytes"] == case.tokens * 2 * 256 and tagged["device"] == "H200 x2"
+    eager = rows["exchange-eager", "one-sided-tagged"]
+    assert (eager["added_us"], eager["timing"], eager["commit"]) == (2.0, "eager", "abc")
+
+
+def fake_times(us, method, links, before):
+    del before
+    return Times((us.get(links[0][0], 0.7),), method)
 
 
 def test_help_takes_no_torch(monkeypatch, capsys):
@@ -127,6 +167,7 @@ def test_the_committed_figures_are_whole():
         assert row["checked"] and set(results.FIELDS) <= set(row)
         assert row["spread_us"][0] <= row["median_us"] <= row["spread_us"][1]
         assert (row["payload_bytes"] == 0) == (row["backend"] == "none")
+        assert row["timing"] == ("eager" if row["stage"].endswith("-eager") else "graph")
     assert json.loads(RESULTS.read_text())["schema"] == results.SCHEMA
 
 
