@@ -34,7 +34,10 @@ from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, round_up
 
 _WORD_BYTES = 4
 _TAGGED_ALIGNMENT = 16  # bytes
-SLOT_MARK = 0x55555555  # a third of all int32: no two slots' marked flags or tags are near
+# Two calls' marks, and so their marked flags and tags, are no 50,000 words near each other unless
+# they agree in slot, tokens and form, up to 8,192 tokens: a slot moves a mark by a third of all
+# int32, tokens and form by multiples of a number whose triple is near the golden section of them.
+_SLOT_MARK, _SHAPE_MARK = 0x55555555, 0x34BD2893
 
 
 class MSAIcpCommLayout(dict[str, Any]):
@@ -164,25 +167,43 @@ def exchange(message: jax.Array, axis_name: str) -> jax.Array:
 
 
 def exchange_in_slot(message: jax.Array, slot: Any, axis_name: str) -> jax.Array:
-    """`exchange` of one call's rows, legacy or tagged, marked with the slot on their way.
+    """`exchange` of one call's rows, legacy or tagged, marked with the call on their way.
 
     A rank that is a call ahead or behind sends rows that look right in every other way. Its slot is
-    not ours, so they arrive with a flag, or tags, that the merge reports as a fault.
+    not ours, so they arrive with a flag, or tags, that the merge reports as a fault. So do rows of
+    another number of tokens and of the other form, where the transport lets such messages through.
     """
-    return mark_slot(exchange(mark_slot(message, slot, 1), axis_name), slot, -1)
+    return mark_rows(exchange(mark_rows(message, slot, 1), axis_name), slot, -1)
 
 
-def mark_slot(sent: jax.Array, slot: Any, sign: int) -> jax.Array:
-    """Adds the slot's mark to the flag of legacy rows, the generations of tagged ones.
+def mark_rows(sent: jax.Array, slot: Any, sign: int) -> jax.Array:
+    """Adds the call's mark to the flag of legacy rows, the generations of tagged ones.
 
-    `sign` is 1 before the exchange and -1 behind it.
+    `sent` is [W, hpr, T, 33] or [W, hpr, T, 32, 2]; `sign` is 1 before the exchange and -1 behind.
     """
-    if isinstance(slot, int) and slot == 0:
-        return sent
-    words = sent.shape[-1]
-    last = jnp.arange(words, dtype=jnp.int32) == words - 1
-    mark = jnp.asarray(slot, jnp.int32) * jnp.int32(sign * SLOT_MARK)
-    return sent + jnp.where(last, mark, 0)
+    _, _, tokens, *row = sent.shape
+    last = jnp.arange(row[-1], dtype=jnp.int32) == row[-1] - 1
+    mark = mark_of(slot, tokens, tagged=len(row) == 2)
+    return sent + jnp.where(last, jnp.int32(sign) * mark, 0)
+
+
+def mark_of(slot: Any, tokens: int, tagged: bool) -> Any:
+    """What is added to flags or tags on their way, an int32; as a Python int where `slot` is one.
+
+    Args:
+      slot: of the call, a Python int or a traced int32.
+      tokens: its T.
+      tagged: the form of its rows.
+    """
+    shape = (2 * tokens + tagged) * _SHAPE_MARK
+    if isinstance(slot, int):
+        return _wrapped(slot * _SLOT_MARK + shape)
+    return jnp.asarray(slot, jnp.int32) * jnp.int32(_SLOT_MARK) + jnp.int32(_wrapped(shape))
+
+
+def _wrapped(number: int) -> int:
+    """A number as an int32."""
+    return (number + 2**31) % 2**32 - 2**31
 
 
 def store_legacy(recv: jax.Array, slot: Any, received: jax.Array) -> jax.Array:

@@ -327,8 +327,8 @@ def test_warmup_without_the_cache_compiles_the_merges(monkeypatch):
     ("options", "match"),
     [
         ({"table_width": 0}, "table_width must"),
-        ({"batch_sizes": [9]}, "batch_sizes must"),
-        ({"query_lens": [9]}, "query_lens must"),
+        ({"batch_sizes": [9]}, r"batch_sizes\[0\] must"),
+        ({"query_lens": [9]}, r"query_lens\[0\] must"),
         ({"index_k": torch.zeros((4, 48, 128), dtype=torch.float8_e4m3fn)}, "index_k must"),
         ({"fused": 1}, "fused must"),
     ],

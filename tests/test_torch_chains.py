@@ -302,3 +302,64 @@ def test_a_rank_that_is_a_call_ahead_is_a_fault(tagged):
     )
     assert [comm.errors.item() for comm in group.comms] == [16, 16]  # 2 heads, 8 tokens
     assert (outputs([s.output for s in steps])[:8] == -1).all()
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+@pytest.mark.parametrize("what", ["tokens", "form"])
+def test_a_rank_with_another_message_is_a_fault(monkeypatch, what, tagged):
+    """Fewer tokens, or the other form of rows, over a transport that fills what it can."""
+    from msa_icp_torch import exchange
+
+    plan = torch_inputs.prepare(2, 128, 0)
+    case = random_decode(LENGTHS, 2, 128)
+    other = random_decode(LENGTHS[:2], 2, 128) if what == "tokens" else case
+    kept: list[Any] = []
+    sent: list[Any] = []
+
+    def all_to_all(received: Any, message: Any, group: Any) -> None:
+        received[0] = message[0]
+        part = received[1].view(-1)
+        peer = (sent[0] if sent else message)[1].reshape(-1)[: len(part)]
+        part[: len(peer)] = peer
+        kept.append(message.clone())
+
+    monkeypatch.setattr(exchange, "all_to_all", all_to_all)
+
+    def decode(case: Any, comm: Any, slot: int, tagged: bool) -> Any:
+        step = decode_step(plan, case)
+        options = {"slot": slot, "tagged": tagged, "decode_query_len": 2}
+        plan.decode(*step, comm=comm, **options)
+        return step.output[: len(case.query)]
+
+    decode(other, plan.init_comm(), 0, tagged != (what == "form"))
+    peers_message, comm = kept[0], plan.init_comm()
+    for slot in range(3):
+        decode(case, comm, slot, tagged)
+    assert comm.errors.item() == 0
+    sent.append(peers_message)
+    output = decode(case, comm, 0, tagged)
+    assert comm.errors.item() == 16  # 2 heads, 8 tokens
+    assert (output == -1).all()
+
+
+def test_index_keys_that_change_their_place_in_the_pages(group):
+    """The same address and strides, in a storage whose pages begin 32 rows later."""
+    case = random_decode(LENGTHS, 2, group.plans[0].geometry.page_size)
+    shards = oracle.shard_cache(case.cache.keys, len(group.plans))
+    steps, moved = [], []
+    for plan in group.plans:
+        compound = oracle.compound_cache(shards[plan.rank], 256, 64)
+        memory = torch.full((len(compound) + 1, 256, 128), 0x7F, dtype=torch.uint8)
+        memory[:-1] = torch.from_numpy(compound)
+        later = torch.from_numpy(memory.view(-1)[32 * 128 :].numpy()).view(torch.float8_e4m3fn)
+        view = memory.view(torch.float8_e4m3fn)[:-1, 64 : 64 + plan.geometry.rows_per_page]
+        steps.append(decode_step(plan, case, view))
+        moved.append(later.as_strided(view.shape, view.stride(), 32 * 128))
+    group.decode(steps, 2)
+    want = outputs([step.output for step in steps])
+    for step, elsewhere in zip(steps, moved, strict=True):
+        assert step.index_k.data_ptr() == elsewhere.data_ptr()
+        step.index_k.set_(elsewhere)
+        step.output.fill_(OLD_WORD)
+    group.decode(steps, 2, slot=1)
+    np.testing.assert_array_equal(outputs([step.output for step in steps]), want)

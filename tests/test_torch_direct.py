@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import warnings
 import weakref
@@ -226,8 +227,116 @@ def test_what_may_not_be_exchanged_is_checked(launched, monkeypatch):
             mine.call(**bad)
     assert len(launched.kernels) == launches
     assert mine.count == 12
-    mine.call(output=in_comm.view(step.output.shape))  # of the other form of rows
-    assert mine.count == 13
+    for bad in ({"output": in_comm.view(step.output.shape)}, {"seq_lens": in_comm[:4]}):
+        with pytest.raises(ValueError, match="must not overlap"):  # though of the other form
+            mine.call(**bad)
+    assert len(launched.kernels) == launches
+
+
+def test_a_tensor_that_changed_in_place_is_checked(launched, monkeypatch):
+    mine = Checked(prepare(), monkeypatch, decode_query_len=2)
+    mine.step = step = decode_step(mine.plan, random_decode([300, 0], 2, 128))
+    set_bases(mine.plan, mine.comm)
+    mine.call()
+    step.index_q.transpose_(0, 1)  # of the same shape
+    with pytest.raises(ValueError, match=r"^index_q must be contiguous"):
+        mine.call()
+    step.index_q.transpose_(0, 1)
+    step.index_k.as_strided_(step.index_k.shape, (0, 128, 1))
+    with pytest.raises(ValueError, match=r"^index_k must have a page pitch"):
+        mine.call()
+    assert len(launched.kernels) == 4
+
+
+def test_freed_memory_is_refused_in_a_remembered_call(launched, monkeypatch):
+    mine = Checked(prepare(), monkeypatch)
+    set_bases(mine.plan, mine.comm)
+    for name in ("seq_lens", "scores", "index_k"):
+        mine.call()
+        kept = getattr(mine.step, name).clone()
+        launches = len(launched.kernels)
+        getattr(mine.step, name).untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=f"^{name} must lie in its storage, which was freed"):
+            mine.call()
+        assert len(launched.kernels) == launches
+        mine.step = mine.step._replace(**{name: kept})
+
+
+@pytest.mark.parametrize("name", ["publish_generations", "errors", "tagged_recv_bases"])
+@pytest.mark.parametrize("change", ["set_", "data"])
+def test_a_part_of_the_comm_that_moved_is_bound_anew(launched, monkeypatch, name, change):
+    mine = Checked(prepare(), monkeypatch, tagged=True)
+    set_bases(mine.plan, mine.comm)
+    mine.call()
+    part = getattr(mine.comm, name)
+    other = part.clone()
+    if change == "set_":
+        part.set_(other)
+    else:
+        part.data = other
+    launched.kernels.clear()
+    mine.call()
+    assert mine.count == 2
+    assert part.data_ptr() == other.data_ptr()
+    assert any(other.data_ptr() in kernel for kernel in launched.kernels)
+
+
+def test_sparse_and_nested_tensors_are_refused_after_a_call(launched, monkeypatch):
+    mine = Checked(prepare(), monkeypatch)
+    mine.call()
+    table = mine.step.block_table
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of their prototype state
+        others = (table.to_sparse(), table.to_sparse_csr(), torch.nested.nested_tensor([table[0]]))
+    for bad in others:
+        with pytest.raises(TypeError, match=r"^block_table must be .* got (layout|a nested)"):
+            mine.call(block_table=bad)
+
+
+# ---- the bases ----
+
+
+def test_bases_count_in_inference_mode(launched):
+    """Storage of the caller's may be an inference tensor; what init_comm makes never is."""
+    for give in (False, True):
+        launched.kernels.clear()
+        with torch.inference_mode():
+            plan = prepare()
+            words = msa_icp_jax.msa_icp_comm_layout(2, 2, 32).storage_words
+            comm = plan.init_comm(torch.zeros(words, dtype=torch.int32) if give else None)
+            step = decode_step(plan, random_decode(LENGTHS, 2, 128))
+            options = {"comm": comm, "slot": 0, "tagged": False, "decode_query_len": 2}
+            plan.decode(*step, **options)
+            assert len(launched.kernels) == 3  # the collective stores without a kernel
+            comm.connect([comm.storage.data_ptr(), 1 << 40])
+            plan.decode(*step, **options)
+            assert len(launched.kernels) == 7
+            comm.recv_bases.zero_()
+            comm.tagged_recv_bases.zero_()
+            plan.decode(*step, **options)
+            assert len(launched.kernels) == 10
+
+
+def test_bases_that_do_not_count_are_refused(launched):
+    plan = prepare()
+    with torch.inference_mode():
+        bases = torch.zeros(2, dtype=torch.int64)
+    comm = dataclasses.replace(plan.init_comm(), recv_bases=bases)
+    with pytest.raises(ValueError, match=r"^comm.recv_bases must not be an inference tensor"):
+        plan.check_comm(comm)
+
+
+def test_a_peer_inside_this_ranks_own_memory(launched):
+    plan = prepare()
+    comm = plan.init_comm()
+    own = comm.storage.data_ptr()
+    comm.connect([own, own + 16])
+    with pytest.raises(ValueError, match=r"^comm.recv_bases must be apart by the size"):
+        plan.check_comm(comm)
+    comm.connect([own, 1 << 40])
+    comm.recv_bases[1] = comm.publish_generations.data_ptr()
+    with pytest.raises(ValueError, match=r"^comm.recv_bases must not lie in this rank's own"):
+        plan.check_comm(comm)
 
 
 def test_tensors_that_share_an_address_are_not_exchanged(launched, monkeypatch):
@@ -396,6 +505,55 @@ def test_the_exchange_leaves_the_storage_as_the_jax_package_does(launched, tagge
     np.testing.assert_array_equal(found.numpy(), np.asarray(want))
 
 
+def test_marks_are_far_apart():
+    """Of any two calls up to 8,192 tokens, and from 0: no counter gets from one to the other."""
+    marks = [
+        msa_icp_jax.comm.mark_of(slot, tokens, tagged)
+        for slot in range(3)
+        for tokens in range(1, 8193)
+        for tagged in (False, True)
+    ]
+    assert max(map(abs, marks)) < 2**31
+    circle = np.sort(np.array([0, *marks], np.int64) % 2**32)
+    gaps = np.diff([*circle, circle[0] + 2**32])
+    assert gaps.min() > 50_000
+    for slot, tokens, tagged in ((0, 1, False), (1, 64, True), (2, 8192, False)):
+        traced = jax.jit(msa_icp_jax.comm.mark_of, static_argnums=(1, 2))(slot, tokens, tagged)
+        assert traced.dtype == jnp.int32
+        assert int(traced) == msa_icp_jax.comm.mark_of(slot, tokens, tagged)
+
+
+def test_rows_that_were_not_sent_are_no_rows_of_an_earlier_call(launched, monkeypatch):
+    """A peer's message that is shorter leaves a part of the buffer as it was."""
+    plan = prepare()
+    step, comm = decode_step(plan, random_decode(LENGTHS, 2, 128)), plan.init_comm()
+    fills = [True]
+
+    def all_to_all(received: Any, message: Any, group: Any) -> None:
+        received[0] = message[0]
+        if fills[0]:
+            received[1] = message[1]
+
+    monkeypatch.setattr(exchange, "all_to_all", all_to_all)
+
+    def flags(slot: int) -> Any:
+        for (name, *_), buffer in plan._route._buffers.items():
+            if isinstance(name, tuple) and buffer.shape[-1] == 33:
+                buffer[..., -1] = 1  # as select leaves them
+        comm.recv.zero_()  # as merges leave them
+        plan.decode(*step, comm=comm, slot=slot, tagged=False, decode_query_len=2)
+        return comm.recv[slot % 3, :, :, :8, -1].clone()
+
+    flags(0)
+    for slot in range(6):
+        assert (flags(slot) == 1).all()
+    fills[0] = False
+    for slot in range(6, 12):
+        got = flags(slot)
+        assert (got[0] == 1).all()
+        assert (got[1] != 1).all()
+
+
 # ---- prefill ----
 
 
@@ -493,7 +651,9 @@ def test_the_window_plan_is_that_of_the_jax_package_bit_for_bit(kind):
         want = plan.prefill_window_plan(*map(jnp.asarray, lengths), **bounds)
         found = window.build(tuple(map(torch.from_numpy, lengths)), hidden, ctas=SMS, **bounds)
         assert found.num_segments == want.num_segments
-        found_leaves, want_leaves = direct._leaves(found), jax.tree.leaves(want)
+        found_leaves, want_leaves = window.leaves(found).values(), jax.tree.leaves(want)
+        shapes = window.shapes(found.num_segments, total_q, SMS)
+        assert shapes == {k: (x.dtype, tuple(x.shape)) for k, x in window.leaves(found).items()}
         for mine, theirs in zip(found_leaves, want_leaves, strict=True):
             mine = mine.view(torch.uint8) if mine.dtype == torch.float8_e4m3fn else mine
             theirs = np.asarray(theirs)
@@ -525,6 +685,32 @@ def test_window_plans_of_the_other_route_are_refused(launched):
                 step.num_valid_pages,
                 step.carrier,
             )
+
+
+def test_a_window_plan_that_was_changed_is_refused(launched):
+    plan = prepare()
+    step = prefill_window(plan, random_prefill(SEGMENTS, 128, 128))
+    bounds = {"total_q": 128, "max_query_len": 128, "max_seq_len": 8192}
+    window_plan = plan.prefill_window_plan(*step.lengths, **bounds)
+    inside = step.carrier.view(-1)[: len(SEGMENTS)]
+    for changes, error, match in (
+        ({"qo_starts": window_plan.qo_starts.float()}, TypeError, "window_plan.qo_starts must be"),
+        ({"kv_lens": window_plan.kv_lens[:1]}, ValueError, "window_plan.kv_lens must be"),
+        ({"total_q": 64}, ValueError, "window_plan.work.tiles must be"),
+        ({"work": None}, TypeError, "window_plan.work.ranges must be"),
+        ({"kv_lens": inside}, ValueError, "carrier_view is written and must not overlap window_pl"),
+    ):
+        with pytest.raises(error, match=f"^{match}"):
+            plan.prefill_local(
+                step.query,
+                step.index_k,
+                step.block_table,
+                dataclasses.replace(window_plan, **changes),
+                step.score_scratch,
+                step.num_valid_pages,
+                step.carrier,
+            )
+    assert not launched.kernels
 
 
 # ---- capture and warmup ----

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed (extra torch
 import torch_inputs  # noqa: E402
 from torch_inputs import decode_step, prefill_window  # noqa: E402
 
+import msa_icp_jax  # noqa: E402
 import msa_icp_torch  # noqa: E402
 from msa_icp_torch import bridge  # noqa: E402
 
@@ -198,6 +201,15 @@ def test_a_negative_bit(plan):
     refused(plan, "decode", arguments | {"scores": bad}, TypeError, match)
 
 
+@every_tensor(WORDS, FLOATS, FLOAT8)
+def test_memory_that_was_freed_or_shrunk(plan, method, name):
+    for size in (0, 16):
+        arguments = METHODS[method](plan)
+        arguments[name].untyped_storage().resize_(min(size, arguments[name].nbytes - 1))
+        with pytest.raises(ValueError, match=f"^{name} must lie in its storage"):
+            getattr(plan, method)(**arguments)
+
+
 # ---- overlaps ----
 
 
@@ -225,8 +237,21 @@ def test_output_over_an_input(plan, other):
 def test_output_inside_the_comm(plan):
     arguments = decode_arguments(plan)
     comm, output = arguments["comm"], arguments["output"]
-    bad = comm.recv.view(-1)[: output.numel()].view(output.shape)
-    refused(plan, "decode", arguments | {"output": bad}, ValueError, "overlap")
+    for part in (comm.recv, comm.tagged_recv):  # whichever form of rows the call has
+        bad = part.view(torch.int32).view(-1)[: output.numel()].view(output.shape)
+        for tagged in (False, True):
+            changes = {"output": bad, "tagged": tagged}
+            refused(plan, "decode", arguments | changes, ValueError, "overlap")
+
+
+def test_output_over_the_bases(plan):
+    arguments = decode_arguments(plan)
+    output = arguments["output"]
+    memory = torch.zeros(output.numel(), dtype=torch.int32)
+    comm = dataclasses.replace(arguments["comm"], recv_bases=memory[:4].view(torch.int64))
+    bad = {"comm": comm, "output": memory.view(output.shape)}
+    match = "^output is written and must not overlap comm.recv_bases"
+    refused(plan, "decode", arguments | bad, ValueError, match)
 
 
 def test_the_parts_of_the_comm(plan):
@@ -325,7 +350,12 @@ def test_transposed_rows(plan):
         ({"decode_query_len": 1}, ValueError, "^index_q must"),
         ({"scores": None}, TypeError, "^scores must"),
         ({"output": None}, TypeError, "^output must"),
-        ({"comm": None}, TypeError, "^comm must be an MSAIcpComm"),
+        ({"comm": None}, TypeError, "^comm must be an MSAIcpComm of msa_icp_torch, got builtins"),
+        (
+            {"comm": msa_icp_jax.MSAIcpComm.zeros(2, 32)},
+            TypeError,
+            "^comm must be an MSAIcpComm of msa_icp_torch, got msa_icp_jax",
+        ),
         ({"pool": torch.zeros(1, dtype=torch.uint8)}, ValueError, "^pool must"),
     ],
 )
@@ -467,6 +497,69 @@ def test_receive_storage_of_the_callers(plan):
     assert comm.tagged_recv_bases.tolist() == [(1 << 40) + offset, (2 << 40) + offset]
     with pytest.raises(ValueError, match=r"^connect needs a comm whose rows are views"):
         dataclasses.replace(comm, storage=None).connect([1, 2])
+    for words in (1, 2):
+        with pytest.raises(ValueError, match=r"^storage must start at a multiple of 16 bytes"):
+            plan.init_comm(torch.zeros(memory.numel(), dtype=torch.int32)[words:])
+
+
+@pytest.mark.parametrize(
+    ("addresses", "error", "match"),
+    [
+        ([1 << 40], ValueError, "addresses must be 2, one of each rank, got 1"),
+        ([1 << 40, 2 << 40, 3 << 40], ValueError, "addresses must be 2, .* got 3"),
+        ([1 << 40, 0], ValueError, r"addresses\[1\] must be an int in \[16, "),
+        ([1 << 40, 1 << 64], ValueError, r"addresses\[1\] must be an int in \[16, "),
+        ([1 << 40, 2.0], TypeError, r"addresses\[1\] must be an int"),
+        ([1 << 40, 40], ValueError, "addresses must be multiples of 16"),
+        (5, TypeError, "addresses must be a sequence of ints"),
+    ],
+)
+def test_connect(plan, addresses, error, match):
+    comm = plan.init_comm()
+    with pytest.raises(error, match=f"^{match}"):
+        comm.connect(addresses)
+    assert not comm.recv_bases.any()
+    assert not comm.tagged_recv_bases.any()
+
+
+@pytest.mark.parametrize("name", ["recv_bases", "errors", "publish_generations"])
+def test_every_part_of_a_comm_is_aligned(plan, name):
+    comm = plan.init_comm()
+    tensor = getattr(comm, name)
+    odd = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    with pytest.raises(ValueError, match=f"^comm.{name} must start at a multiple of 16 bytes"):
+        plan.check_comm(dataclasses.replace(comm, **{name: odd}))
+
+
+def test_a_comm_is_not_copied(plan):
+    for copy_of in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"^an MSAIcpComm cannot be pickled or copied"):
+            copy_of(plan.init_comm())
+
+
+def test_another_default_device():
+    with torch.device("meta"):
+        plan = torch_inputs.prepare(2, 128, 0)
+        comm = plan.init_comm()
+        comm.connect([1 << 40, 2 << 40])
+    assert comm.recv_bases.tolist() == [1 << 40, 2 << 40]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"batch_sizes": 5}, TypeError, "batch_sizes must be a sequence of ints"),
+        ({"batch_sizes": torch.tensor([1])}, TypeError, "batch_sizes must be a sequence of ints"),
+        ({"batch_sizes": [9]}, ValueError, r"batch_sizes\[0\] must be an int in \[1, 8\]"),
+        ({"query_lens": 3}, TypeError, "query_lens must be a sequence of ints"),
+        ({"query_lens": [1, 9]}, ValueError, r"query_lens\[1\] must be an int in \[1, 8\]"),
+        ({"table_width": 1 << 40}, ValueError, "table_width must be an int"),
+        ({"comm": msa_icp_jax.MSAIcpComm.zeros(2, 32)}, TypeError, "comm must be an MSAIcpComm of"),
+    ],
+)
+def test_warmup_arguments(plan, changes, error, match):
+    with pytest.raises(error, match=f"^{match}"):
+        plan.warmup(**{"prefill": False, "batch_sizes": []} | changes)
 
 
 @pytest.mark.parametrize(
@@ -498,6 +591,11 @@ def test_inside_graph_capture(plan, method, monkeypatch):
         ({"rank": 2}, ValueError, "rank must be"),
         ({"world_size": 3}, ValueError, "world_size must be"),
         ({"page_size": 64}, ValueError, "page_size must be one of 128, 256"),
+        (
+            {"group": 7},
+            TypeError,
+            "group must be a torch.distributed.ProcessGroup or None, got int",
+        ),
         ({"device": "cpu"}, TypeError, "device must be a torch.device"),
         ({"device": torch.device("meta")}, ValueError, "device must be cpu or cuda"),
     ],
@@ -522,6 +620,17 @@ def test_a_gpu_that_jax_does_not_have(monkeypatch):
     monkeypatch.setattr(bridge.jax, "local_devices", no_gpu)
     with pytest.raises(RuntimeError, match=r"no cuda backend .* cuDNN .* JAX's plugin .* cuDNN"):
         torch_inputs.prepare(2, 128, 0, device=torch.device("cuda", 0))
+
+
+def test_platforms_that_leave_the_device_out(monkeypatch):
+    """JAX says it by an assertion."""
+
+    def none(backend: str) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(bridge.jax, "local_devices", none)
+    with pytest.raises(RuntimeError, match=r"JAX has no cpu backend for device cpu: .*JAX_PLATF"):
+        torch_inputs.prepare(2, 128, 0)
 
 
 def test_a_device_that_jax_does_not_see(monkeypatch):

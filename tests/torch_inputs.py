@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import oracle
 import torch
+import torch.distributed as dist
 from chains import LIMITS, OLD_SCORE, OLD_WORD, SPARE_ROWS, Decode, Prefill
 
 # A bare checkout has the package beside the tests; an installed one comes first.
@@ -151,9 +152,11 @@ class Mailbox:
         self.barrier.wait()
 
 
-class LocalGroup(NamedTuple):
-    rank: int
-    mailbox: Mailbox
+class LocalGroup(dist.ProcessGroup):
+    def __init__(self, position: int, mailbox: Mailbox) -> None:
+        super().__init__(position, mailbox.barrier.parties)
+        self.position = position
+        self.mailbox = mailbox
 
 
 def use_local_groups(monkeypatch: Any) -> None:
@@ -164,7 +167,7 @@ def use_local_groups(monkeypatch: Any) -> None:
     monkeypatch.setattr(
         exchange,
         "all_to_all",
-        lambda received, message, group: group.mailbox.exchange(group.rank, received, message),
+        lambda received, message, group: group.mailbox.exchange(group.position, received, message),
     )
 
 

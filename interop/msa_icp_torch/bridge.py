@@ -51,8 +51,9 @@ def check_tensor(
 
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{want()}, got {type(value).__name__}")
-    if value.layout != torch.strided:
-        raise TypeError(f"{want()}, got layout {value.layout}")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "a nested one" if value.is_nested else f"layout {value.layout}"
+        raise TypeError(f"{want()}, got {kind}")
     if value.dtype != dtype:
         raise TypeError(f"{want()}, got {value.dtype}")
     if value.device != device:
@@ -68,6 +69,12 @@ def check_tensor(
         raise ValueError(f"{want()}, got shape {list(value.shape)}")
     if contiguous and not value.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tuple(value.stride())}")
+    end, size = _end_in_storage(value), value.untyped_storage().nbytes()
+    if end > size:
+        raise ValueError(
+            f"{name} must lie in its storage, which was freed or shrunk: it ends at byte {end} of "
+            f"{size}"
+        )
 
 
 def _fits(have: int, size: int | AtLeast | None) -> bool:
@@ -94,12 +101,23 @@ def check_apart(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Te
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses [start, end) that a tensor's elements lie in."""
     start = tensor.data_ptr()
+    return start, start + _extent(tensor)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
     if tensor.is_contiguous():
-        return start, start + tensor.nbytes
+        return tensor.nbytes
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    return start, start + (last + 1) * tensor.element_size()
+    return (last + 1) * tensor.element_size()
+
+
+def _end_in_storage(tensor: torch.Tensor) -> int:
+    if tensor.numel() == 0:
+        return 0
+    return tensor.storage_offset() * tensor.element_size() + _extent(tensor)
 
 
 def _sizes(shape: tuple[int | AtLeast | None, ...]) -> str:
@@ -166,14 +184,14 @@ class Bridge:
             return self.fresh(tensor)
         return self.remember(tensor, lambda: self.fresh(tensor))
 
-    def remember(self, tensor: torch.Tensor, make: Callable[[], T]) -> T:
-        """What `make` made of `tensor`, kept for as long as the tensor object lives.
+    def remember(self, tensor: torch.Tensor, make: Callable[[], T], *more: Any) -> T:
+        """What `make` made of `tensor` (and of `more`), kept while the tensor object lives.
 
         An import holds its storage, so while it is kept no other tensor can get that address; it
         goes with the caller's tensor object, so it never holds memory that the caller gave up.
         """
         key = id(tensor)
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, *more)
         entry = self._kept.get(key)
         if entry is not None and entry.owner() is tensor and entry.place == place:
             return entry.value
@@ -270,11 +288,13 @@ def _find_jax_device(device: torch.device) -> jax.Device:
     """JAX's name for a torch device, or an error that says why there is none."""
     try:
         devices = jax.local_devices(backend=device.type)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # the latter where JAX_PLATFORMS has none
+        reason = str(error) or f"none of JAX_PLATFORMS={jax.config.jax_platforms} is there"
         raise RuntimeError(
-            f"JAX has no {device.type} backend for device {device}: {error}. On a GPU, install JAX "
-            f"for it (extra cuda12 or cuda13). torch has cuDNN {torch.backends.cudnn.version()}, "
-            f"JAX's plugin was built for cuDNN {_jax_cudnn()}; JAX cannot use an older one."
+            f"JAX has no {device.type} backend for device {device}: {reason}. On a GPU, install "
+            "JAX for it (extra cuda12 or cuda13). "
+            f"torch has cuDNN {torch.backends.cudnn.version()}, JAX's plugin was built for cuDNN "
+            f"{_jax_cudnn()}; JAX cannot use an older one."
         ) from error
     for candidate in devices:
         if candidate.local_hardware_id == (device.index or 0):
@@ -291,7 +311,7 @@ def _jax_cudnn() -> str:
 
 def _require_float8_export() -> None:
     try:
-        torch.zeros(1, dtype=torch.float8_e4m3fn).__dlpack__()
+        torch.zeros(1, dtype=torch.float8_e4m3fn, device="cpu").__dlpack__()
     except (BufferError, RuntimeError) as error:
         raise RuntimeError(
             f"torch {torch.__version__} cannot export float8_e4m3fn by DLPack; use a newer torch"

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from msa_icp_jax import checks
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.comm import MSAIcpCommLayout, msa_icp_comm_layout
 from msa_icp_jax.geometry import NUM_HEADS
 from msa_icp_torch.bridge import check_apart, check_tensor
+
+_ALIGNMENT = 16  # bytes, of all parts: a tagged word is stored and loaded at once
+_MOST_ADDRESS = 2**63 - 1
+_WRITTEN = ("recv", "tagged_recv", "publish_generations", "expected_generations", "errors")
+_BASES = ("recv_bases", "tagged_recv_bases")
+_address = torch.Tensor.data_ptr
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MSAIcpComm:
     """One rank's receive storage and counters, written in place by every decode.
 
-    Zeroed once and never reset. Build it with the plan's `init_comm`.
+    Zeroed once; again only to recover from a protocol fault, on all ranks together. Build it with
+    the plan's `init_comm`.
 
     Attributes:
       recv: int32 [3, W, hpr, C, 33] legacy rows, a view of `storage`.
@@ -41,18 +51,23 @@ class MSAIcpComm:
     errors: torch.Tensor
     storage: torch.Tensor | None = None
 
+    @functools.cached_property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """All tensors but the storage: what kernels get the addresses of."""
+        return tuple(getattr(self, name) for name in (*_WRITTEN, *_BASES))
+
     def place(self) -> tuple[Any, ...]:
-        """What changes when the rows move, or the bases are written through torch."""
-        bases, tagged_bases = self.recv_bases, self.tagged_recv_bases
-        rows = self.recv.data_ptr(), self.tagged_recv.data_ptr()
-        if bases.is_inference() or tagged_bases.is_inference():  # they do not count writes
-            return rows
-        return *rows, bases._version, tagged_bases._version
+        """What changes when a part moves, or the bases are written through torch."""
+        bases, tagged_bases = self.recv_bases._version, self.tagged_recv_bases._version
+        return bases, tagged_bases, *map(_address, self.parts)
 
     def written(self) -> dict[str, torch.Tensor]:
         """What decodes write, by name."""
-        names = ("recv", "tagged_recv", "publish_generations", "expected_generations", "errors")
-        return {name: getattr(self, name) for name in names}
+        return {f"comm.{name}": getattr(self, name) for name in _WRITTEN}
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """What decodes read only, by name."""
+        return {f"comm.{name}": getattr(self, name) for name in _BASES}
 
     def connect(self, addresses: Sequence[int]) -> None:
         """Selects the one-sided exchange: sets the bases.
@@ -61,16 +76,35 @@ class MSAIcpComm:
           addresses: the device address, in this process, of every rank's `storage`, by rank.
 
         Raises:
-          ValueError: the rows are no views of a storage.
+          TypeError, ValueError: the addresses are no sequence of as many positive multiples of 16
+            as there are ranks, or the rows are no views of a storage.
         """
         if self.storage is None:
             raise ValueError("connect needs a comm whose rows are views of its storage, got none")
+        start = self.storage.data_ptr()
+        most = _MOST_ADDRESS - self.storage.nbytes
+        found = checks.integers("addresses", addresses, _ALIGNMENT, most)
+        if len(found) != len(self.recv_bases):
+            raise ValueError(
+                f"addresses must be {len(self.recv_bases)}, one of each rank, got {len(found)}"
+            )
+        if any(address % _ALIGNMENT for address in found):
+            raise ValueError(
+                f"addresses must be multiples of {_ALIGNMENT}, got {[*map(hex, found)]}"
+            )
         for rows, bases in (
             (self.recv, self.recv_bases),
             (self.tagged_recv, self.tagged_recv_bases),
         ):
-            offset = rows.data_ptr() - self.storage.data_ptr()
-            bases.copy_(torch.tensor([address + offset for address in addresses]))
+            offset = rows.data_ptr() - start
+            words = [address + offset for address in found]
+            bases.copy_(torch.tensor(words, dtype=torch.int64, device="cpu"))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an MSAIcpComm cannot be pickled or copied: its rows are views of memory that peers "
+            "write; every process makes its own with init_comm"
+        )
 
     @classmethod
     def zeros(
@@ -80,7 +114,17 @@ class MSAIcpComm:
         device: torch.device,
         storage: torch.Tensor | None = None,
     ) -> MSAIcpComm:
-        """Fresh storage of one rank for `capacity` tokens, in `storage` where that is given."""
+        """Fresh storage of one rank for `capacity` tokens, in `storage` where that is given.
+
+        Outside inference mode: tensors that are made inside do not count what is written to them.
+        """
+        with torch.inference_mode(False):
+            return cls._zeros(world_size, capacity, device, storage)
+
+    @classmethod
+    def _zeros(
+        cls, world_size: int, capacity: int, device: torch.device, storage: torch.Tensor | None
+    ) -> MSAIcpComm:
         layout = msa_icp_comm_layout(world_size, NUM_HEADS // world_size, capacity)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -90,7 +134,9 @@ class MSAIcpComm:
             storage = zeros(layout.storage_words)
         else:
             check_tensor("storage", storage, torch.int32, device, AtLeast(layout.storage_words))
-            storage.zero_()
+            check_aligned("storage", storage)
+            with torch.inference_mode():  # it may be an inference tensor
+                storage.zero_()
         used = storage[: layout.storage_words]
         legacy, tagged = used.tensor_split((layout.tagged_offset_bytes // 4,))
         legacy_words = torch.Size(layout.legacy_shape).numel()
@@ -106,13 +152,25 @@ class MSAIcpComm:
         )
 
 
-_ALIGNMENT = 16  # bytes, of the rows: a tagged word is stored and loaded at once
+def check_aligned(name: str, tensor: torch.Tensor) -> None:
+    """Raises unless a tensor starts where kernels can take it."""
+    if tensor.data_ptr() % _ALIGNMENT:
+        raise ValueError(
+            f"{name} must start at a multiple of {_ALIGNMENT} bytes, got address "
+            f"{tensor.data_ptr():#x}"
+        )
+
+
+def check_class(comm: Any) -> None:
+    """Raises unless `comm` is an MSAIcpComm of this package."""
+    if not isinstance(comm, MSAIcpComm):
+        kind = f"{type(comm).__module__}.{type(comm).__qualname__}"
+        raise TypeError(f"comm must be an MSAIcpComm of msa_icp_torch, got {kind}")
 
 
 def check_comm(comm: Any, world_size: int, capacity: int, device: torch.device) -> None:
     """Raises, naming the tensor, unless `comm` is one rank's storage for `capacity` tokens."""
-    if not isinstance(comm, MSAIcpComm):
-        raise TypeError(f"comm must be an MSAIcpComm, got {type(comm).__name__}")
+    check_class(comm)
     layout = msa_icp_comm_layout(world_size, NUM_HEADS // world_size, capacity)
     words: dict[str, tuple[int | AtLeast, ...]] = {
         "recv": layout.legacy_shape,
@@ -129,11 +187,13 @@ def check_comm(comm: Any, world_size: int, capacity: int, device: torch.device) 
     for dtype, shapes in ((torch.int32, words), (torch.int64, pairs)):
         for name, shape in shapes.items():
             check_tensor(f"comm.{name}", tensors[f"comm.{name}"], dtype, device, *shape)
-    for name in ("comm.recv", "comm.tagged_recv"):
-        if tensors[name].data_ptr() % _ALIGNMENT:
+    for name, tensor in tensors.items():
+        check_aligned(name, tensor)
+    for name, bases in comm.read().items():
+        if bases.is_inference():
             raise ValueError(
-                f"{name} must start at a multiple of {_ALIGNMENT} bytes, got address "
-                f"{tensors[name].data_ptr():#x}"
+                f"{name} must not be an inference tensor, which does not count what is written to "
+                "it: make it under torch.inference_mode(False)"
             )
     check_apart(tensors, {})
     if comm.storage is not None:
@@ -179,7 +239,9 @@ def is_one_sided(comm: MSAIcpComm, rank: int, tagged: bool, available: bool) -> 
             f"comm.{name}_bases must be all 0: other values select the one-sided transport, which "
             "the dlpack route does not have"
         )
-    own = getattr(comm, name).data_ptr()
+    rows = getattr(comm, name)
+    own = rows.data_ptr()
+    peers = [base for source, base in enumerate(bases) if source != rank]
     wrong = (
         "be all 0 (collective) or all device addresses"
         if not all(bases)
@@ -189,8 +251,20 @@ def is_one_sided(comm: MSAIcpComm, rank: int, tagged: bool, available: bool) -> 
         if len(set(bases)) < len(bases)
         else f"hold comm.{name}'s own address {own:#x} at rank {rank}"
         if bases[rank] != own
+        else "be apart by the size of the rows"
+        if any(b - a < rows.nbytes for a, b in itertools.pairwise(sorted(bases)))
+        else "not lie in this rank's own storage at another rank"
+        if any(_meet(comm, base, rows.nbytes) for base in peers)
         else None
     )
     if wrong:
         raise ValueError(f"comm.{name}_bases must {wrong}, got {[hex(base) for base in bases]}")
     return True
+
+
+def _meet(comm: MSAIcpComm, start: int, size: int) -> bool:
+    """Whether a part of a comm, or its storage, has bytes in [start, start + size)."""
+    own = comm.parts if comm.storage is None else (*comm.parts, comm.storage)
+    return any(
+        part.data_ptr() < start + size and start < part.data_ptr() + part.nbytes for part in own
+    )

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import msa_icp_jax
 from msa_icp_jax import MSAIcpScorePlan, rows
-from msa_icp_jax.comm import SLOT_MARK
+from msa_icp_jax.comm import mark_of
 from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, TOPK
 from msa_icp_jax.ops._mosaic import direct
 from msa_icp_jax.ops._mosaic.direct import Copy, Launches, Lowered, Program
@@ -31,7 +31,7 @@ from msa_icp_jax.ops._mosaic.launch import Target
 from msa_icp_torch import exchange, kernels, pages, window
 from msa_icp_torch.bridge import check_apart, check_tensor, is_capturing
 from msa_icp_torch.calls import DecodeCall, PrefillCall
-from msa_icp_torch.comm import MSAIcpComm
+from msa_icp_torch.comm import MSAIcpComm, check_aligned
 from msa_icp_torch.dlpack import at_row_offset
 from msa_icp_torch.warmup import decode_shapes, is_decode_fused, table_width_of
 
@@ -81,14 +81,10 @@ class DirectRoute:
     ) -> None:
         """Raises for a tensor that does not start where kernels can take it."""
         for name, tensor in (*written.items(), *read.items()):
-            if tensor.data_ptr() % _ALIGNMENT:
-                raise ValueError(
-                    f"{name} must start at a multiple of {_ALIGNMENT} bytes, got address "
-                    f"{tensor.data_ptr():#x}"
-                )
+            check_aligned(name, tensor)
 
-    def check_window_plan(self, window_plan: MSAIcpScorePlan) -> None:
-        """Raises for a window plan of the JAX package or of another GPU."""
+    def check_window_plan(self, window_plan: MSAIcpScorePlan) -> dict[str, torch.Tensor]:
+        """Raises for a window plan of the JAX package or of another GPU; its leaves by name."""
         if not isinstance(window_plan, window.WindowPlan):
             raise TypeError(
                 "window_plan must come from this plan's prefill_window_plan, got one whose leaves "
@@ -97,13 +93,21 @@ class DirectRoute:
         where = window_plan.qo_starts.device
         if where != self._device:
             raise TypeError(f"window_plan must be one on {self._device}, got one on {where}")
+        leaves = window.leaves(window_plan)
+        shapes = window.shapes(window_plan.num_segments, window_plan.total_q, self._target.sms)
+        for name, (dtype, shape) in shapes.items():
+            check_tensor(f"window_plan.{name}", leaves.get(name), dtype, self._device, *shape)
+        return {f"window_plan.{name}": leaf for name, leaf in leaves.items()}
 
     # ---- decode ----
 
-    def find(self, owners: tuple[Any, ...], options: tuple[Any, ...]) -> Callable[[], None] | None:
-        """The launch of a decode that an earlier one was like, if there was one."""
-        launches = self._calls.find(owners, options)
-        return None if launches is None else functools.partial(self._stream.launch, launches)
+    def find(self, owners: tuple[Any, ...], options: tuple[Any, ...]) -> Launches | None:
+        """The launches of a decode that an earlier one was like, if there was one."""
+        return self._calls.find(owners, options)
+
+    def launch(self, launches: Launches) -> None:
+        """Runs what `find` found."""
+        self._stream.launch(launches)
 
     def decode(self, call: DecodeCall, owners: tuple[Any, ...], options: tuple[Any, ...]) -> None:
         """Prepares the launches of a decode, remembers them and runs them."""
@@ -170,21 +174,25 @@ class DirectRoute:
     def _legacy_exchange(self, call: DecodeCall, message: torch.Tensor) -> Callable[[], None]:
         """As `exchange_in_slot` and `store_legacy` of `msa_icp_jax.comm`.
 
-        A row over one that was not merged becomes a fault, and so does one from another slot.
+        A row over one that was not merged becomes a fault, and so does one of another call. What
+        the buffer keeps of this call has no mark, so a later one that does not fill it finds
+        faults there.
         """
         place = call.comm.recv[call.slot][:, :, : call.tokens]
         received = self._buffer("received", *message.shape)
         flags = place[..., -1]
         stale = self._buffer("stale", *flags.shape, dtype=torch.bool)
-        sent_flags, mark = message[..., -1], _slot_mark(call.slot)
+        sent_flags, received_flags = message[..., -1], received[..., -1]
+        mark = mark_of(call.slot, call.tokens, tagged=False)
 
         def run() -> None:
             sent_flags.add_(mark)
             exchange.all_to_all(received, message, self._group)
+            received_flags.sub_(mark)
             with torch.inference_mode():  # the caller's tensors may be inference tensors
                 torch.ne(flags, 0, out=stale)
                 place.copy_(received)
-                flags.sub_(mark).masked_fill_(stale, -rows.READY)
+                flags.masked_fill_(stale, -rows.READY)
 
         return run
 
@@ -195,7 +203,7 @@ class DirectRoute:
         shape = (*message.shape[:-1], rows.TAGGED_WORDS, 2)
         sent, received = self._buffer("sent", *shape), self._buffer("received", *shape)
         words, tags = sent.unbind(-1)
-        mark = _slot_mark(call.slot)
+        mark = mark_of(call.slot, call.tokens, tagged=True)
         generations = counters.view(*shape[:2], call.tokens, 1)
         place = call.comm.tagged_recv[call.slot][:, :, : call.tokens]
         arrived, arrived_tags = received.view(torch.int64).squeeze(-1), received[..., 1]
@@ -247,7 +255,7 @@ class DirectRoute:
         local = self._program(
             kernels.prefill_local, self._facts(row_offset), shapes, carrier_tokens, call.fused
         )
-        inputs = (call.query, base, call.block_table, *_leaves(call.window_plan))
+        inputs = (call.query, base, call.block_table, *window.leaves(call.window_plan).values())
         plane = () if call.plane is None else (call.plane,)
         return local.bind((*inputs, call.num_valid_pages, call.carrier, *plane))
 
@@ -448,7 +456,12 @@ class RememberedCalls:
         if call is None or owners[-1].place() != call.place:
             return None
         tensors = call.tensors_of(owners)
-        addresses = [*map(_address, tensors)]
+        try:
+            contiguous, addresses = [*map(_is_contiguous, tensors)], [*map(_address, tensors)]
+        except RuntimeError:  # a sparse tensor has neither
+            return None
+        if contiguous != call.contiguous:
+            return None
         if addresses != call.addresses or not all(map(_is, tensors, [x() for x in call.known])):
             call = call.rebound(tensors, addresses, owners[-1])
             if call is None:
@@ -481,13 +494,14 @@ class RememberedCalls:
         tensors_of = operator.itemgetter(*(i for i, x in enumerate(others) if x is not None))
         tensors = tensors_of(owners)
         addresses = [*map(_address, tensors)]
-        fixed = [x.data_ptr() for x in vars(comm).values() if x is not comm.storage]
+        fixed = [*map(_address, comm.parts)]
         distinct = len({*addresses, *fixed}) == len(addresses) + len(fixed)
         calls[key] = _Remembered(
             tensors_of,
             comm.place(),
             [weakref.ref(owner, forget) for owner in (owners[_INDEX_K], comm)],
             [x.dtype for x in tensors],
+            [*map(_is_contiguous, tensors)],
             _places(addresses, launches) if by_address and distinct else None,
             addresses,
             [*map(weakref.ref, tensors)],
@@ -503,6 +517,7 @@ class _Remembered(NamedTuple):
       place: of the comm.
       watched: the owners that it goes with.
       dtypes: of the tensors.
+      contiguous: which of the tensors are.
       places: of each tensor's address, as (launch, argument); None: they cannot be exchanged.
       addresses: of the tensors.
       known: the tensors, which are checked.
@@ -513,6 +528,7 @@ class _Remembered(NamedTuple):
     place: Any
     watched: list[weakref.ref[Any]]
     dtypes: list[torch.dtype]
+    contiguous: list[bool]
     places: list[list[tuple[int, int]]] | None
     addresses: list[int]
     known: list[weakref.ref[torch.Tensor]]
@@ -536,7 +552,7 @@ class _Remembered(NamedTuple):
                 check_tensor("", tensors[i], self.dtypes[i], comm.recv.device, *shape)
             read = {str(i): tensor for i, tensor in enumerate(tensors[:_INPUTS])}
             written = {str(i): tensor for i, tensor in enumerate(tensors[_INPUTS:])}
-            check_apart(written | comm.written(), read)
+            check_apart(written | comm.written(), read | comm.read())
         except (TypeError, ValueError):  # with all its checks the call says what is wrong
             return None
         launches = [*self.launches]
@@ -553,14 +569,15 @@ class _Remembered(NamedTuple):
 
 _INDEX_K, _INPUTS = 1, 5  # the place of the index keys among owners; how many of them are read
 _address, _size, _is = torch.Tensor.data_ptr, torch.Tensor.size, operator.is_
+_is_contiguous = torch.Tensor.is_contiguous
 
 
 def _key(owners: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What tells calls apart; empty where an owner is no tensor."""
+    """What tells calls apart; empty where an owner is no tensor, or one without a size."""
     *tensors, comm = owners
     try:
         sizes = [None if x is None else _size(x) for x in tensors]
-    except TypeError:
+    except (TypeError, RuntimeError):
         return ()
     return (id(owners[_INDEX_K]), id(comm), *sizes, *options)
 
@@ -572,17 +589,6 @@ def _places(addresses: list[int], launches: Launches) -> list[list[tuple[int, in
         for place, address in enumerate(arguments if kernel is not None else ()):
             places.get(address, []).append((step, place))
     return [places[address] for address in addresses]
-
-
-def _slot_mark(slot: int) -> int:
-    """What is added to flags or tags on their way, as a 32-bit integer."""
-    mark = slot * SLOT_MARK & 0xFFFFFFFF
-    return mark - (mark >> 31 << 32)
-
-
-def _leaves(window_plan: Any) -> tuple[torch.Tensor, ...]:
-    lengths = (window_plan.qo_starts, window_plan.qo_lens, window_plan.kv_lens)
-    return (*lengths, window_plan.qo_offset, *(window_plan.work or ()))
 
 
 def _clear(call: PrefillCall) -> None:

@@ -65,17 +65,18 @@ class DlpackRoute:
             if name not in _SLOTTED:
                 self._bridge.check_written(name, tensor)
 
-    def check_window_plan(self, window_plan: MSAIcpScorePlan) -> None:
-        """Raises for a window plan of the direct route."""
+    def check_window_plan(self, window_plan: MSAIcpScorePlan) -> dict[str, torch.Tensor]:
+        """Raises for a window plan of the direct route; there are no tensors in JAX's."""
         if isinstance(window_plan, WindowPlan):
             raise TypeError(
                 "window_plan must come from this plan's prefill_window_plan, got one of a plan on "
                 "the direct route"
             )
+        return {}
 
     # ---- calls ----
 
-    def find(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+    def find(self, owners: tuple[Any, ...], options: tuple[Any, ...]) -> None:
         """Calls are not remembered: every one imports its tensors."""
 
     def decode(self, call: DecodeCall, owners: tuple[Any, ...], options: tuple[Any, ...]) -> None:
@@ -85,7 +86,9 @@ class DlpackRoute:
             keys, plan = self._import_index_k(call.index_k)
             counts = keep(call.num_valid_pages)
             message = self._decode_message(call, plan, keys, counts)
-            received = torch.empty_like(message)
+            received = torch.zeros_like(
+                message
+            )  # no row of an earlier call where a peer sends less
             exchange.all_to_all(received, message, self._group)
             self._decode_merge(call, received, counts)
 
@@ -223,7 +226,7 @@ class DlpackRoute:
         """The cache in JAX, and the plan that knows where the keys lie in its pages."""
         base, row_offset = pages.base_of(index_k)
         if self._bridge.aligned(base):
-            keys = self._bridge.remember(index_k, lambda: self._bridge.fresh(base))
+            keys = self._bridge.remember(index_k, lambda: self._bridge.fresh(base), row_offset)
             return keys, at_row_offset(self._plan, row_offset)
         if not self._warned_of_copy:
             self._warned_of_copy = True

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+
+
+def check_kind(group: Any) -> None:
+    """Raises unless `group` is a process group or None."""
+    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return
+    raise TypeError(
+        f"group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}"
+    )
 
 
 def check_group(group: dist.ProcessGroup | None, world_size: int, rank: int) -> None:

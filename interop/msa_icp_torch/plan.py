@@ -16,7 +16,7 @@ from msa_icp_torch import exchange
 from msa_icp_torch.arguments import Arguments
 from msa_icp_torch.bridge import Bridge, check_apart, is_capturing, with_index
 from msa_icp_torch.calls import DecodeCall, PrefillCall
-from msa_icp_torch.comm import MSAIcpComm, check_comm, is_one_sided
+from msa_icp_torch.comm import MSAIcpComm, check_class, check_comm, is_one_sided
 from msa_icp_torch.dlpack import DlpackRoute
 from msa_icp_torch.routes import choose_route, direct_route
 from msa_icp_torch.warmup import is_decode_fused
@@ -67,6 +67,7 @@ def prepare_msa_icp_indexer(
     """
     checks.integer("rank", rank, 0)
     checks.integer("spin_limit", spin_limit, 1, 2**31 - 1)
+    exchange.check_kind(group)
     device = with_index(device)
     bridge = None
     if choose_route(route, backend, device) == "direct":
@@ -213,7 +214,7 @@ class MSAIcpIndexerPlan:
         options = (slot % NUM_SLOTS, tagged, decode_query_len, enable_pdl)
         seen = self._route.find(owners, options)
         if seen is not None:
-            seen()
+            self._route.launch(seen)
             return
         call = self._check_decode(*owners, *options)
         if call is not None:
@@ -289,7 +290,7 @@ class MSAIcpIndexerPlan:
         tokens = self._arguments.prefill(
             query, index_k, block_table, window_plan, num_valid_pages, carrier_view
         )
-        self._route.check_window_plan(window_plan)
+        leaves = self._route.check_window_plan(window_plan)
         fused = pool is not None or score_scratch is None or self.fused_prefill
         self._arguments.plane("score_scratch", score_scratch, tokens, fused=fused)
         self._arguments.pool(pool, self.prefill_pool_shape())
@@ -304,7 +305,8 @@ class MSAIcpIndexerPlan:
                 "index_k": index_k,
                 "block_table": block_table,
                 "num_valid_pages": num_valid_pages,
-            },
+            }
+            | leaves,
         )
         if tokens == 0:
             return
@@ -361,7 +363,7 @@ class MSAIcpIndexerPlan:
             self._route.prefill_merge(received, num_valid_pages, output[:tokens])
 
     def init_comm(self, storage: torch.Tensor | None = None) -> MSAIcpComm:
-        """This rank's receive storage, zeroed; create it once and never reset it.
+        """This rank's receive storage, zeroed; create it once, and again only to recover.
 
         Args:
           storage: int32 [>= storage_words of `msa_icp_comm_layout`], memory that peers can address
@@ -382,6 +384,7 @@ class MSAIcpIndexerPlan:
         to the bases, is new to it; so call it (or `decode`) before a capture.
         """
         check_comm(comm, self.geometry.world_size, self.geometry.max_decode_tokens, self.device)
+        self._route.check_memory(comm.written(), comm.read())
         available = self._route.has_one_sided
         one_sided = {
             tagged: is_one_sided(comm, self.rank, tagged, available) for tagged in (False, True)
@@ -482,15 +485,15 @@ class MSAIcpIndexerPlan:
         arguments.pool(pool, self.decode_pool_shape())
         one_sided = self._transport(comm, tagged)
         self._check_memory(
-            {"scores": None if fused else scores, "output": output, "pool": pool}
-            | _written(comm, tagged),
+            {"scores": None if fused else scores, "output": output, "pool": pool} | comm.written(),
             {
                 "index_q": index_q,
                 "index_k": index_k,
                 "block_table": block_table,
                 "seq_lens": seq_lens,
                 "num_valid_pages": num_valid_pages,
-            },
+            }
+            | comm.read(),
         )
         if not one_sided:
             exchange.check_group(self.group, self.geometry.world_size, self.rank)
@@ -559,15 +562,8 @@ class _Transports:
 
     def find(self, comm: Any) -> dict[bool, bool] | None:
         """{tagged: one-sided}, or None where the comm or what it holds is new."""
+        check_class(comm)
         if comm not in self._known:
             return None
         place, one_sided = self._known[comm]
         return one_sided if place == comm.place() else None
-
-
-def _written(comm: MSAIcpComm, tagged: bool) -> dict[str, torch.Tensor | None]:
-    """The tensors of the storage that a decode writes."""
-    names = ["errors", "recv"]
-    if tagged:
-        names = ["errors", "tagged_recv", "publish_generations", "expected_generations"]
-    return {f"comm.{name}": getattr(comm, name) for name in names}

@@ -19,7 +19,7 @@ from msa_icp_jax import (
     msa_icp_merge_candidates,
     msa_icp_topk_select_publish,
 )
-from msa_icp_jax.comm import mark_slot, store_legacy, store_tagged
+from msa_icp_jax.comm import mark_rows, store_legacy, store_tagged
 from msa_icp_jax.ops.decode_score import score_publish
 
 
@@ -31,7 +31,7 @@ def decode_rows(
 
     `inputs` are index_q, index_k, block_table, seq_lens; `scores` is None when fused, and
     `generations` for legacy rows. Returns (message, scores, generations); the message is marked
-    with the slot (see `comm.exchange_in_slot`), as `decode_merge` expects it.
+    with the call (see `comm.exchange_in_slot`), as `decode_merge` expects it.
     """
     geometry, rank = plan.geometry, _rank(plan)
     shard: dict[str, Any] = {
@@ -65,7 +65,7 @@ def decode_rows(
             **select,
             **launch,
         )
-        return mark_slot(message.rows, slot, 1), scores, message.generations
+        return mark_rows(message.rows, slot, 1), scores, message.generations
 
     def rows(inputs: Any, num_valid_pages: Any, slot: Any, scores: Any, generations: Any) -> Any:
         index_q, index_k, block_table, seq_lens = inputs
@@ -92,7 +92,7 @@ def decode_rows(
             **select,
             **launch,
         )
-        return mark_slot(message.rows, slot, 1), scores, message.generations
+        return mark_rows(message.rows, slot, 1), scores, message.generations
 
     return _jit(fused_rows if fused else rows, donate, 3, 4)
 
@@ -118,7 +118,7 @@ def decode_merge(plan: MSAIcpIndexerPlan, enable_pdl: bool, donate: bool) -> Any
         tagged = expected is not None
         store = store_tagged if tagged else store_legacy
         merged = msa_icp_merge_candidates(
-            store(recv_slot[None], 0, mark_slot(received, slot, -1))[0],
+            store(recv_slot[None], 0, mark_rows(received, slot, -1))[0],
             num_valid_pages,
             output,
             errors,

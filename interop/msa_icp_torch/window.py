@@ -6,6 +6,7 @@ See `msa_icp_jax.ops.prefill_plan.balance` for what the tables mean; this is the
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from msa_icp_jax.geometry import BLOCK_SIZE, HEAD_DIM, cdiv
 from msa_icp_jax.ops.prefill_plan import MAX_TOKENS, balance
 from msa_icp_jax.ops.prefill_plan.balance import PrefillWork
 
+_LENGTHS = ("qo_starts", "qo_lens", "kv_lens", "qo_offset")
 _MOST_ROWS = 2**30 - 1  # where the prefix sums of lengths saturate
 
 
@@ -56,18 +58,36 @@ def build(
     qo_segment_lens, kv_segment_lens, qo_offset = lengths
     sums = qo_segment_lens.clamp(0, _MOST_ROWS).cumsum(0, dtype=torch.int64).clamp(max=_MOST_ROWS)
     starts = torch.cat([sums.new_zeros(1), sums])[:-1].to(torch.int32).clamp(max=total_q)
-    leaves: dict[str, Any] = {
+    lens: dict[str, Any] = {
         "qo_starts": starts,
         "qo_lens": torch.minimum(qo_segment_lens.clamp(0, max_query_len), total_q - starts),
         "kv_lens": kv_segment_lens.clamp(0, max_seq_len),
         "qo_offset": qo_offset.clamp(max=MAX_TOKENS),
     }
-    plan = WindowPlan(
-        **leaves, total_q=total_q, max_query_len=max_query_len, max_seq_len=max_seq_len
-    )
+    plan = WindowPlan(**lens, total_q=total_q, max_query_len=max_query_len, max_seq_len=max_seq_len)
     if plan.num_segments == 0:
         return plan
     return dataclasses.replace(plan, work=_work(plan, hidden, ctas))
+
+
+def leaves(plan: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a window plan by name, in the order that kernels take them."""
+    lengths = {name: getattr(plan, name) for name in _LENGTHS}
+    if plan.work is None:
+        return lengths
+    return lengths | {f"work.{name}": leaf for name, leaf in plan.work._asdict().items()}
+
+
+@functools.cache
+def shapes(
+    segments: int, total_q: int, ctas: int
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """What `leaves` must be like: the dtype and shape of each, by name."""
+    nowhere = torch.device("meta")
+    lengths = torch.zeros((3, segments), dtype=torch.int32, device=nowhere).unbind()
+    bounds = {"total_q": total_q, "max_query_len": 0, "max_seq_len": 0}
+    plan = build(lengths, hidden_keys(nowhere), ctas=ctas, **bounds)
+    return {name: (leaf.dtype, tuple(leaf.shape)) for name, leaf in leaves(plan).items()}
 
 
 def _work(plan: Any, hidden: torch.Tensor, ctas: int) -> PrefillWork:
