@@ -55,7 +55,9 @@ def main() -> None:
             max_query_len=1,
             max_seq_len=CONTEXT,
         )
-        scratch = torch.empty(2, *plan.prefill_score_shape()[1:], device=device)
+        scratch = torch.empty(
+            2, *plan.prefill_score_shape()[1:], dtype=torch.float32, device=device
+        )
         plan.prefill_local(query, index_k, block_table, window, scratch, num_valid_pages, carrier)
 
     heads = plans[0].geometry.heads_per_rank

@@ -43,7 +43,9 @@ class Rank:
         self.caches = [
             torch.randn(PAGES, ROWS, 128, device=device).to(FLOAT8) for _ in range(LAYERS)
         ]
-        self.scores = torch.empty(self.plan.decode_score_shape(), device=device)
+        self.scores = torch.empty(
+            self.plan.decode_score_shape(), dtype=torch.float32, device=device
+        )
         heads = self.plan.geometry.heads_per_rank
         self.outputs = torch.empty(LAYERS, REQUESTS, heads, 16, dtype=torch.int32, device=device)
         self.stream = torch.cuda.Stream()

@@ -41,7 +41,7 @@ def main() -> None:
         device=device,
     )
     comm = plan.init_comm()  # once, for all layers and steps
-    scores = torch.empty(plan.decode_score_shape(), device=device)
+    scores = torch.empty(plan.decode_score_shape(), dtype=torch.float32, device=device)
     output = torch.empty(
         REQUESTS, plan.geometry.heads_per_rank, 16, dtype=torch.int32, device=device
     )
