@@ -111,7 +111,9 @@ def main() -> None:
             sys.exit(f"step {step}: the graphs and eager calls differ")
         print(f"step {step}: request 0, head 0: blocks {found[0, 0, 0].tolist()}")
     faults = sum(rank.comm.errors.item() for rank in ranks)
-    print("graphs and eager calls agree" if faults == 0 else f"{faults} protocol faults")
+    if faults:
+        sys.exit(f"{faults} protocol faults")
+    print("graphs and eager calls agree")
 
 
 if __name__ == "__main__":

@@ -76,6 +76,16 @@ def test_decode_through_all_slots(group, tagged):
         assert not comm.publish_generations[:, :, 8:].any()
 
 
+def test_numpy_integers_are_integers():
+    """np.int8(8) times 17 requests would be -120."""
+    group = Group(2, 128, max_decode_tokens=136, max_num_seqs=17)
+    case = random_decode([700] * 17, 8, 128, pages=104)
+    steps = [decode_step(plan, case) for plan in group.plans]
+    group.decode(steps, np.int8(8), slot=np.int32(5))
+    found = Decoded(outputs([s.output for s in steps]), planes([s.scores for s in steps]))
+    check_output(jax_plan(group), case, found.output)
+
+
 def test_decode_stores_what_the_contract_says(group):
     """The rows of every source, in the tagged storage, as int64 and at their flat place."""
     geometry = group.plans[0].geometry

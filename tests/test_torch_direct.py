@@ -821,7 +821,6 @@ def test_compound_pages_are_bound_by_their_base(launched):
 def hopper(monkeypatch: Any) -> torch.device:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a Hopper GPU")
-    monkeypatch.setattr(routes, "AUTO_ON_HOPPER", "direct")
     return torch.device("cuda", 0)
 
 
@@ -835,13 +834,6 @@ def test_auto_is_direct_on_hopper(hopper, monkeypatch):
     assert routes.choose_route("auto", "mosaic", CPU) == "dlpack"
     with pytest.raises(ValueError, match='where backend is "xla"'):
         routes.choose_route("direct", "xla", hopper)
-
-
-def test_auto_may_be_dlpack_on_hopper(hopper, monkeypatch):
-    monkeypatch.setattr(launching, "unavailable", lambda: None)
-    monkeypatch.setattr(routes, "AUTO_ON_HOPPER", "dlpack")
-    assert routes.choose_route("auto", "auto", hopper) == "dlpack"
-    assert routes.choose_route("direct", "auto", hopper) == "direct"
 
 
 def test_hopper_without_the_symbols_falls_back_with_one_warning(hopper, monkeypatch):

@@ -39,7 +39,7 @@ class Arguments:
     ) -> tuple[int, int]:
         """Checks decode's inputs; returns T and B."""
         limits = self.geometry
-        check_query_len("decode_query_len", query_len, limits.max_decode_query_len)
+        query_len = check_query_len("decode_query_len", query_len, limits.max_decode_query_len)
         self.tensor("block_table", block_table, torch.int32, None, AtLeast(1))
         requests = block_table.shape[0]
         checks.integer("block_table.shape[0] (requests)", requests, 0, limits.max_num_seqs)
@@ -69,17 +69,20 @@ class Arguments:
         total_q: int,
         max_query_len: int,
         max_seq_len: int,
-    ) -> None:
-        """Checks the lengths and bounds of a query window."""
+    ) -> dict[str, int]:
+        """Checks the lengths and bounds of a query window; returns the bounds."""
         limits = self.geometry
         self.tensor("qo_segment_lens", qo_segment_lens, torch.int32, None)
         segments = qo_segment_lens.shape[0]
         checks.integer("qo_segment_lens.shape[0]", segments, 0, limits.max_num_seqs)
         self.tensor("kv_segment_lens", kv_segment_lens, torch.int32, segments)
         self.tensor("qo_offset", qo_offset, torch.int32, segments)
-        checks.integer("total_q", total_q, 0, limits.max_num_batched_tokens)
-        checks.integer("max_query_len", max_query_len, 0, limits.max_num_batched_tokens)
-        checks.integer("max_seq_len", max_seq_len, 0, limits.max_model_len)
+        most = limits.max_num_batched_tokens
+        return {
+            "total_q": checks.integer("total_q", total_q, 0, most),
+            "max_query_len": checks.integer("max_query_len", max_query_len, 0, most),
+            "max_seq_len": checks.integer("max_seq_len", max_seq_len, 0, limits.max_model_len),
+        }
 
     def prefill(
         self,

@@ -9,12 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from msa_icp_jax.geometry import HEAD_DIM
-
-_OFFSET_STEP = 8  # rows
-# Pages of at most so many rows must not start with the index keys: they look like a plain cache of
-# another page or world size, which the JAX package refuses.
-_MIX_UP_ROWS = 128
+from msa_icp_jax.geometry import HEAD_DIM, MIX_UP_ROWS, ROW_STEP
 
 
 def base_of(index_k: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -58,15 +53,15 @@ def _row_offset(index_k: torch.Tensor, pages: int, rows: int, pitch_rows: int) -
     smallest that fits.
     """
     start, size = int(index_k.storage_offset()), index_k.untyped_storage().nbytes()
-    step, pitch = _OFFSET_STEP * HEAD_DIM, pitch_rows * HEAD_DIM
+    step, pitch = ROW_STEP * HEAD_DIM, pitch_rows * HEAD_DIM
     past_storage = max(0, start + pages * pitch - size)
     for begin in (start % pitch, -(-past_storage // step) * step, step):
         row_offset = begin // HEAD_DIM
         inside = past_storage <= begin <= start and row_offset + rows <= pitch_rows
-        if begin % step == 0 and inside and (row_offset or pitch_rows > _MIX_UP_ROWS):
+        if begin % step == 0 and inside and (row_offset or pitch_rows > MIX_UP_ROWS):
             return row_offset
     raise ValueError(
-        f"index_k must start at a multiple of {_OFFSET_STEP} rows ({step} bytes) inside pages of "
-        f"its storage, and not at row 0 of pages of at most {_MIX_UP_ROWS} rows, got byte {start} "
+        f"index_k must start at a multiple of {ROW_STEP} rows ({step} bytes) inside pages of "
+        f"its storage, and not at row 0 of pages of at most {MIX_UP_ROWS} rows, got byte {start} "
         f"of {size} and pages of {pitch_rows} rows"
     )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import msa_icp_jax
 from msa_icp_jax import IndexerGeometry, MSAIcpScorePlan, checks
-from msa_icp_jax.geometry import NUM_SLOTS
+from msa_icp_jax.geometry import MAX_INT32, NUM_SLOTS
 from msa_icp_torch import exchange
 from msa_icp_torch.arguments import Arguments
 from msa_icp_torch.bridge import Bridge, check_apart, is_capturing, with_index
@@ -66,7 +66,7 @@ def prepare_msa_icp_indexer(
       RuntimeError: JAX does not have the device, or there is no direct route here.
     """
     checks.integer("rank", rank, 0)
-    checks.integer("spin_limit", spin_limit, 1, 2**31 - 1)
+    spin_limit = checks.integer("spin_limit", spin_limit, 1, MAX_INT32)
     exchange.check_kind(group)
     device = with_index(device)
     bridge = None
@@ -191,13 +191,13 @@ class MSAIcpIndexerPlan:
           RuntimeError: inside CUDA graph capture on the dlpack route, or with new shapes or a new
             comm on the direct route; or torch.distributed is not initialised where it is needed.
         """
-        if not (
+        if not (  # the usual case in one look: every decode pays for it
             type(slot) is type(decode_query_len) is int
             and slot >= 0
             and type(tagged) is type(enable_pdl) is bool
         ):
-            checks.integer("slot", slot, 0)
-            checks.integer("decode_query_len", decode_query_len)
+            slot = checks.integer("slot", slot, 0)
+            decode_query_len = checks.integer("decode_query_len", decode_query_len)
             checks.flag("tagged", tagged)
             checks.flag("enable_pdl", enable_pdl)
         owners = (
@@ -249,12 +249,11 @@ class MSAIcpIndexerPlan:
 
         Raises:
           TypeError, ValueError: as in `decode`, or a bound is above the plan's limits.
-          RuntimeError: inside CUDA graph capture.
+          RuntimeError: inside CUDA graph capture on the dlpack route.
         """
         self._route.begin("prefill_window_plan")
         lengths = (qo_segment_lens, kv_segment_lens, qo_offset)
-        self._arguments.window(*lengths, total_q, max_query_len, max_seq_len)
-        bounds = {"total_q": total_q, "max_query_len": max_query_len, "max_seq_len": max_seq_len}
+        bounds = self._arguments.window(*lengths, total_q, max_query_len, max_seq_len)
         return self._route.prefill_window_plan(lengths, bounds)
 
     def prefill_local(
@@ -333,7 +332,8 @@ class MSAIcpIndexerPlan:
           received: int32 [W, hpr, T, 33], written: the rows of the owned heads by source rank.
 
         Raises:
-          TypeError, ValueError, RuntimeError: as in `decode`.
+          TypeError, ValueError: as in `decode`.
+          RuntimeError: torch.distributed is not initialised.
         """
         shape = self._arguments.exchange(carrier_view, received)
         check_apart({"received": received}, {"carrier_view": carrier_view})

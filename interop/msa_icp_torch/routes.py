@@ -12,7 +12,6 @@ from msa_icp_jax import checks
 from msa_icp_jax.backend import BACKENDS
 
 ROUTES = ("auto", "dlpack", "direct")
-AUTO_ON_HOPPER = "direct"  # what "auto" takes there
 
 
 def choose_route(route: str, backend: str, device: torch.device) -> str:
@@ -25,8 +24,8 @@ def choose_route(route: str, backend: str, device: torch.device) -> str:
     """
     checks.one_of("route", route, ROUTES)
     checks.one_of("backend", backend, BACKENDS)
-    direct_by_itself = AUTO_ON_HOPPER == "direct" and backend != "xla" and device.type == "cuda"
-    if route == "dlpack" or (route == "auto" and not direct_by_itself):
+    may_be_direct = backend != "xla" and device.type == "cuda"
+    if route == "dlpack" or (route == "auto" and not may_be_direct):
         return "dlpack"
     if backend == "xla":
         raise ValueError('route must be "auto" or "dlpack" where backend is "xla", got "direct"')

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from msa_icp_jax import MSAIcpScorePlan
-from msa_icp_jax.geometry import BLOCK_SIZE, HEAD_DIM, cdiv
-from msa_icp_jax.ops.prefill_plan import MAX_TOKENS, balance
+from msa_icp_jax.geometry import BLOCK_SIZE, HEAD_DIM, MAX_SUM, MAX_TOKENS, cdiv
+from msa_icp_jax.ops.prefill_plan import balance
 from msa_icp_jax.ops.prefill_plan.balance import PrefillWork
 
 _LENGTHS = ("qo_starts", "qo_lens", "kv_lens", "qo_offset")
-_MOST_ROWS = 2**30 - 1  # where the prefix sums of lengths saturate
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +55,7 @@ def build(
     `lengths` are qo_segment_lens, kv_segment_lens and qo_offset, `hidden` is from `hidden_keys`.
     """
     qo_segment_lens, kv_segment_lens, qo_offset = lengths
-    sums = qo_segment_lens.clamp(0, _MOST_ROWS).cumsum(0, dtype=torch.int64).clamp(max=_MOST_ROWS)
+    sums = qo_segment_lens.clamp(0, MAX_SUM).cumsum(0, dtype=torch.int64).clamp(max=MAX_SUM)
     starts = torch.cat([sums.new_zeros(1), sums])[:-1].to(torch.int32).clamp(max=total_q)
     lens: dict[str, Any] = {
         "qo_starts": starts,
