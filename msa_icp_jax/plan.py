@@ -247,7 +247,7 @@ class MSAIcpIndexerPlan:
             )
         if comm is not None:
             self.check_comm(comm)
-        fused = self._choose_fused_decode(fused, block_table.shape[0])
+        fused = programs.is_decode_fused(self, block_table.shape[0], fused)
         if output is None:
             output = jnp.full(
                 (tokens, self.geometry.heads_per_rank, TOPK), rows.NO_BLOCK, jnp.int32
@@ -770,12 +770,6 @@ class MSAIcpIndexerPlan:
             **counters,
         )
         return message, scores
-
-    def _choose_fused_decode(self, fused: bool | None, requests: int) -> bool:
-        if fused is not None:
-            return checks.flag("fused", fused)
-        least = self.fused_decode_min_batch
-        return least is not None and requests >= least
 
     def _rank(self) -> Any:
         """The fixed rank, or the position on the icp axis as a traced scalar."""

@@ -20,7 +20,15 @@ from jax.sharding import PartitionSpec as P
 
 from msa_icp_jax import checks, rows
 from msa_icp_jax.comm import comm_specs
-from msa_icp_jax.geometry import HEAD_DIM, MAX_INT32, NUM_HEADS, NUM_SLOTS, TOPK, check_query_len
+from msa_icp_jax.geometry import (
+    HEAD_DIM,
+    MAX_INT32,
+    NUM_HEADS,
+    NUM_SLOTS,
+    TOPK,
+    IndexerGeometry,
+    check_query_len,
+)
 from msa_icp_jax.ops.index_cache import msa_icp_write_index_k
 
 if TYPE_CHECKING:
@@ -279,24 +287,41 @@ def warmup(
     if page_rows is None:
         page_rows = least_rows
     page_rows = checks.integer("page_rows", page_rows, least_rows, MAX_INT32)
-    most = min(limits.max_num_seqs, limits.max_decode_tokens)
-    if batch_sizes is None:
-        batch_sizes = (most,)
-    if query_lens is None:
-        query_lens = sorted({1, limits.max_decode_query_len})
-    query_lens = checks.integers("query_lens", query_lens, 1, limits.max_decode_query_len)
-    batch_sizes = checks.integers("batch_sizes", batch_sizes, 1, most)
+    decodes = decode_shapes(limits, batch_sizes, query_lens)
     check_mesh(plan, mesh)
     shapes = _Shapes(plan, mesh, (num_pages, page_rows), table_width)
     tokens_written = {limits.window_tokens}
-    for batch, query_len in itertools.product(batch_sizes, query_lens):
-        batch = min(batch, max(1, limits.max_decode_tokens // query_len))
+    for batch, query_len in decodes:
         tokens_written.add(batch * query_len)
         program = plan.decode_program(mesh, decode_query_len=query_len)
         program.lower(*shapes.decode(batch, query_len)).compile()
     plan.prefill_program(mesh).lower(*shapes.prefill()).compile()
     for tokens in sorted(tokens_written):
         plan.write_program(mesh).lower(*shapes.write(tokens)).compile()
+
+
+def decode_shapes(
+    limits: IndexerGeometry, batch_sizes: Sequence[int] | None, query_lens: Sequence[int] | None
+) -> list[tuple[int, int]]:
+    """(requests, query length) of the decode calls that a warmup compiles for."""
+    most, longest = min(limits.max_num_seqs, limits.max_decode_tokens), limits.max_decode_query_len
+    batches, lengths = [most], sorted({1, longest})
+    if batch_sizes is not None:
+        batches = checks.integers("batch_sizes", batch_sizes, 1, most)
+    if query_lens is not None:
+        lengths = checks.integers("query_lens", query_lens, 1, longest)
+    return [
+        (min(batch, max(1, limits.max_decode_tokens // length)), length)
+        for batch, length in itertools.product(batches, lengths)
+    ]
+
+
+def is_decode_fused(plan: MSAIcpIndexerPlan, requests: int, fused: bool | None) -> bool:
+    """Whether a decode is fused: as asked, or None, as the plan chooses."""
+    if fused is not None:
+        return checks.flag("fused", fused)
+    least = plan.fused_decode_min_batch
+    return least is not None and requests >= least
 
 
 class _Shapes:

@@ -28,12 +28,13 @@ from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, TOPK
 from msa_icp_jax.ops._mosaic import direct
 from msa_icp_jax.ops._mosaic.direct import Copy, Launches, Lowered, Program
 from msa_icp_jax.ops._mosaic.launch import Target
+from msa_icp_jax.programs import decode_shapes, is_decode_fused
 from msa_icp_torch import exchange, kernels, pages, window
 from msa_icp_torch.bridge import check_apart, check_tensor, is_capturing
 from msa_icp_torch.calls import DecodeCall, PrefillCall
 from msa_icp_torch.comm import MSAIcpComm, check_aligned
 from msa_icp_torch.dlpack import at_row_offset
-from msa_icp_torch.warmup import decode_shapes, is_decode_fused, table_width_of
+from msa_icp_torch.warmup import table_width_of
 
 _ALIGNMENT = 16  # bytes: what the kernels' vector loads and bulk copies ask of a buffer
 _MOST_REMEMBERED = 4096  # calls: every layer's cache, in three slots, for many batches

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import msa_icp_jax
 from msa_icp_jax import IndexerGeometry, MSAIcpScorePlan, checks
 from msa_icp_jax.geometry import MAX_INT32, NUM_SLOTS
+from msa_icp_jax.programs import is_decode_fused
 from msa_icp_torch import exchange
 from msa_icp_torch.arguments import Arguments
 from msa_icp_torch.bridge import Bridge, check_apart, is_capturing, with_index
@@ -19,7 +20,6 @@ from msa_icp_torch.calls import DecodeCall, PrefillCall
 from msa_icp_torch.comm import MSAIcpComm, check_class, check_comm, is_one_sided
 from msa_icp_torch.dlpack import DlpackRoute
 from msa_icp_torch.routes import choose_route, direct_route
-from msa_icp_torch.warmup import is_decode_fused
 
 SPIN_LIMIT = 1 << 26  # looks at a row before a one-sided wait gives up
 

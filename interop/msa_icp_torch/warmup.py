@@ -11,42 +11,16 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from msa_icp_jax import IndexerGeometry, MSAIcpIndexerPlan, checks, rows
-from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, NUM_SLOTS, TOPK, cdiv
+from msa_icp_jax.geometry import HEAD_DIM, MAX_INT32, NUM_HEADS, NUM_SLOTS, TOPK, cdiv
+from msa_icp_jax.programs import decode_shapes, is_decode_fused
 from msa_icp_torch import programs
-
-_MOST_ENTRIES = 2**31 - 1  # of a block table
-
-
-def decode_shapes(
-    limits: IndexerGeometry, batch_sizes: Sequence[int] | None, query_lens: Sequence[int] | None
-) -> list[tuple[int, int]]:
-    """(requests, query length) of the decode calls to compile for."""
-    most = min(limits.max_num_seqs, limits.max_decode_tokens)
-    longest = limits.max_decode_query_len
-    batches, lengths = [most], sorted({1, longest})
-    if batch_sizes is not None:
-        batches = checks.integers("batch_sizes", batch_sizes, 1, most)
-    if query_lens is not None:
-        lengths = checks.integers("query_lens", query_lens, 1, longest)
-    return [
-        (min(batch, max(1, limits.max_decode_tokens // length)), length)
-        for batch, length in itertools.product(batches, lengths)
-    ]
 
 
 def table_width_of(limits: IndexerGeometry, table_width: int | None) -> int:
     """Columns of the block tables to compile for."""
     if table_width is None:
         table_width = cdiv(limits.max_model_len, limits.page_size)
-    return checks.integer("table_width", table_width, 1, _MOST_ENTRIES // limits.max_num_seqs)
-
-
-def is_decode_fused(plan: MSAIcpIndexerPlan, requests: int, fused: bool | None) -> bool:
-    """Whether a decode is fused: as asked, or None, as the plan chooses."""
-    if fused is not None:
-        return fused
-    least = plan.fused_decode_min_batch
-    return least is not None and requests >= least
+    return checks.integer("table_width", table_width, 1, MAX_INT32 // limits.max_num_seqs)
 
 
 class Warmup:
