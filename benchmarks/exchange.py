@@ -7,8 +7,9 @@ slower rank's. Stages:
   chain      score, select and exchange
 
 Backends: "nccl" (`all_to_all_single`, then the merge), "one-sided-legacy" and "one-sided-tagged"
-(publish into the peers' memory, and the merge that waits: for rows with a flag, or for rows whose
-words carry the generation), and "none": the merge alone, of rows that are there already.
+(publish into the peers' memory, in a chain by the select itself, and the merge that waits: for rows
+with a flag, or for rows whose words carry the generation), and "none": the merge alone, of rows
+that are there already.
 `added_us` is what a transport adds to "none". Stages run as links of one CUDA graph; "-eager"
 behind a stage's name: launched one by one, as long as the host takes.
 

@@ -32,6 +32,7 @@ from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, TOPK
 from msa_icp_jax.ops._mosaic.launch import Target, launch
 from msa_icp_jax.ops.merge.mosaic import merge_arriving_rows
 from msa_icp_jax.ops.publish.mosaic import publish_rows, publish_tagged_rows
+from msa_icp_jax.ops.select.mosaic import select_and_publish_rows, select_and_publish_tagged_rows
 from msa_icp_jax.rows import READY, ROW_WORDS, TAGGED_WORDS
 
 LINKS = 96  # of a graph; whole turns of the three slots
@@ -119,6 +120,36 @@ class Kernels:
             rows, bases, counters, rank=rank, slot=slot, enable_pdl=True, target=self.target
         )
 
+    def _select_legacy(
+        self, scores: Any, counts: Any, bases: Any, errors: Any, rank: Any, slot: Any
+    ) -> Any:
+        return select_and_publish_rows(
+            *(scores, counts, bases, errors),
+            capacity=self.case.tokens,
+            spin_limit=_SPIN_LIMIT,
+            **self._sender(rank, slot),
+        )
+
+    def _select_tagged(
+        self, scores: Any, counts: Any, bases: Any, counters: Any, rank: Any, slot: Any
+    ) -> Any:
+        return select_and_publish_tagged_rows(
+            scores, counts, bases, counters, **self._sender(rank, slot)
+        )
+
+    def _sender(self, rank: Any, slot: Any) -> dict[str, Any]:
+        """What is the same for both forms of rows."""
+        return {
+            "rank": rank,
+            "slot": slot,
+            "index_scale": 1,
+            "index_offset": 0,
+            "force_begin_blocks": INIT_BLOCKS,
+            "force_end_blocks": LOCAL_BLOCKS,
+            "enable_pdl": True,
+            "target": self.target,
+        }
+
     def _merge_legacy(self, *arrays: Any) -> Any:
         return self._merge_arriving(*arrays, None)
 
@@ -181,8 +212,13 @@ class Links:
 
     def link(self, stage: str, backend: str, number: int) -> list[Launch]:
         """The launches of a link."""
-        local = self._local(number) if stage == "chain" else []
-        return local + self._exchange(backend, number)
+        if stage == "exchange":
+            return self._exchange(backend, number)
+        if not backend.startswith("one-sided"):
+            return self._local(number) + self._exchange(backend, number)
+        scores = self._scores[number % len(self._inputs.sets)]
+        sent = self._one_sided("select", (scores, self._counts), backend, number)
+        return [self._score(number), *sent]
 
     def empty(self) -> Launch:
         """A kernel that does nothing."""
@@ -195,6 +231,8 @@ class Links:
     def check(self, backend: str, launches: Sequence[Launch], number: int) -> None:
         """Runs a link and raises unless it merges what the ranks sent (or what was there)."""
         self.arm()
+        for run in self._local(number):  # a chain that publishes leaves no rows of its own here
+            run()
         self._output.fill_(-7)
         for run in launches:
             run()
@@ -203,26 +241,38 @@ class Links:
         check.check_merged(self.case, merged, self._counts, self._output, self._errors)
 
     def _local(self, number: int) -> list[Launch]:
+        scores = self._scores[number % len(self._inputs.sets)]
+        select = self._kernels.bind("select", scores, self._counts, self._rank)
+        return [self._score(number), select.launch]
+
+    def _score(self, number: int) -> Launch:
         which = number % len(self._inputs.sets)
         arrays = self._inputs.fixed | self._inputs.sets[which]
         read = [arrays[name] for name in ("queries", "keys", "table", "lens")]
-        scores = self._scores[which]
-        score = self._kernels.bind("score", *read, scores, self._rank)
-        select = self._kernels.bind("select", scores, self._counts, self._rank)
-        return [score.launch, select.launch]
+        return self._kernels.bind("score", *read, self._scores[which], self._rank).launch
 
     def _exchange(self, backend: str, number: int) -> list[Launch]:
+        if backend.startswith("one-sided"):
+            return self._one_sided("publish", (self._rows,), backend, number)
         received = self._received[number]
-        others = self._counts, self._output, self._errors
-        if not backend.startswith("one-sided"):
-            send = functools.partial(dist.all_to_all_single, received, self._rows)
-            merge = self._kernels.bind("merge", received, *others).launch
-            return [merge] if backend == "none" else [send, merge]
+        send = functools.partial(dist.all_to_all_single, received, self._rows)
+        merge = self._kernels.bind("merge", received, *self._results).launch
+        return [merge] if backend == "none" else [send, merge]
+
+    def _one_sided(
+        self, kernel: str, given: tuple[Any, ...], backend: str, number: int
+    ) -> list[Launch]:
+        """A kernel that sends rows, made of what is given, and the merge that waits for them."""
         form, slot = backend.removeprefix("one-sided-"), self._slots[number % NUM_SLOTS]
         recv, bases, sent, expected = self._storage.of(form, self._errors)
-        send = self._kernels.bind(f"publish_{form}", self._rows, bases, sent, self._rank, slot)
-        merge = self._kernels.bind(f"merge_{form}", recv, *others, slot, *expected)
+        send = self._kernels.bind(f"{kernel}_{form}", *given, bases, sent, self._rank, slot)
+        merge = self._kernels.bind(f"merge_{form}", recv, *self._results, slot, *expected)
         return [send.launch, merge.launch]
+
+    @property
+    def _results(self) -> tuple[Any, ...]:
+        """What a merge takes besides received rows."""
+        return self._counts, self._output, self._errors
 
     def _delivered(self) -> Any:
         """What all ranks' last rows are here, through the collective."""

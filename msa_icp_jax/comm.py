@@ -6,11 +6,12 @@ collective transport (`lax.all_to_all` over the icp axis) and for a one-sided on
 into peers' memory: row (t, h) of source rank r lies on rank ``h // hpr`` at flat row
 ``((slot W + r) hpr + h % hpr) C + t``.
 
-The one-sided transport is `ops.publish` and `ops.merge`'s waiting form. The two forms of rows
-differ in what they survive. A flag says that a row is there, not whose call it belongs to: once a
-wait has run out (`errors` grew), a legacy row that comes after all is taken for the next one of its
-slot, so the ranks must stop and zero their storage together. A late tagged row carries the
-generation that was given up, and is never taken for another.
+The one-sided transport is a select that publishes its rows (or `ops.publish`, for rows that are
+there already) and `ops.merge`'s waiting form. The two forms of rows differ in what they survive.
+A flag says that a row is there, not whose call it belongs to: once a wait has run out (`errors`
+grew), a legacy row that comes after all is taken for the next one of its slot, so the ranks must
+stop and zero their storage together. A late tagged row carries the generation that was given up,
+and is never taken for another.
 
 Pallas has remote references of its own (`plgpu.remote_ref` with semaphores, under `jax.shard_map`).
 They are not used: on two H200 an exchange by them takes 29 us a call, twice the collective, since

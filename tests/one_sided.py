@@ -1,7 +1,8 @@
 """Ranks that exchange rows one-sidedly, on torch's streams: the kernels with a rank's buffers.
 
-`Rank` holds what one rank owns and launches its publish and its merge; the receive storage and the
-addresses of all ranks' storage come from the caller (one GPU, or peers' memory).
+`Rank` holds what one rank owns and launches its publish (of rows that are there, or of those that a
+select finds) and its merge; the receive storage and the addresses of all ranks' storage come from
+the caller (one GPU, or peers' memory).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from msa_icp_jax.ops._mosaic import direct
 from msa_icp_jax.ops._mosaic.launch import Target
 from msa_icp_jax.ops.merge import mosaic as merge
 from msa_icp_jax.ops.publish import mosaic as publish
+from msa_icp_jax.ops.select import mosaic as select
 
 Array = npt.NDArray[Any]
 
@@ -55,6 +57,34 @@ def lowered_publish(
     counters = (3, 4, capacity) if form == "tagged" else (1,)
     shapes = [(world_size, 4 // world_size, tokens, 33), (world_size, 2), counters, (), ()]
     return direct.lower(run, *map(_words, shapes))
+
+
+@functools.cache
+def lowered_select(
+    form: str, world_size: int, tokens: int, capacity: int, spin_limit: int, columns: int
+) -> direct.Lowered:
+    """publish(scores, counts, bases, errors or generations, rank, slot)."""
+
+    def run(scores: Any, counts: Any, bases: Any, counters: Any, rank: Any, slot: Any) -> Any:
+        common: Any = {
+            "rank": rank,
+            "slot": slot,
+            "index_scale": 1,
+            "index_offset": 0,
+            "force_begin_blocks": BEGIN,
+            "force_end_blocks": END,
+            "enable_pdl": True,
+            "target": Target(),
+        }
+        if form == "tagged":
+            return select.select_and_publish_tagged_rows(scores, counts, bases, counters, **common)
+        return select.select_and_publish_rows(
+            scores, counts, bases, counters, capacity=capacity, spin_limit=spin_limit, **common
+        )
+
+    plane = jax.ShapeDtypeStruct((tokens, 4, columns), jnp.float32)
+    counters = (3, 4, capacity) if form == "tagged" else (1,)
+    return direct.lower(run, plane, *map(_words, [(tokens,), (world_size, 2), counters, (), ()]))
 
 
 @functools.cache
@@ -91,7 +121,10 @@ def _words(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 
 class Rank:
-    """One rank's buffers and its two kernels."""
+    """One rank's buffers and its two kernels.
+
+    With `columns` the publish is a select of `scores`, otherwise it sends `rows`.
+    """
 
     def __init__(
         self,
@@ -101,9 +134,11 @@ class Rank:
         addresses: Sequence[int],
         tokens: int,
         spin_limit: int = LONG,
+        columns: int | None = None,
     ) -> None:
         _, self.world_size, self.heads, self.capacity = recv.shape[:4]
         self.form, self.number, self.recv, self.device = form, rank, recv, recv.device
+        self._programs: list[direct.Program] = []
         self.rows = self._full(self.world_size, self.heads, tokens, 33)
         self.counts = self._full(tokens)
         self.output = self._full(tokens + SPARE_ROWS, self.heads, 16, fill=UNTOUCHED)
@@ -114,9 +149,15 @@ class Rank:
         self._bases = bases.view(torch.int32).view(self.world_size, 2)
         shape = (form, self.world_size, tokens, self.capacity, spin_limit)
         counters = self.generations if form == "tagged" else self.errors
-        self.publish = self._bind(
-            lowered_publish(*shape), self.rows, self._bases, counters, self.rank, self.slot
-        )
+        peers = (self._bases, counters, self.rank, self.slot)
+        self.scores: torch.Tensor | None = None
+        if columns is None:
+            self.publish = self._bind(lowered_publish(*shape), self.rows, *peers)
+        else:
+            self.scores = torch.zeros((tokens, 4, columns), device=self.device)
+            self.publish = self._bind(
+                lowered_select(*shape, columns), self.scores, self.counts, *peers
+            )
         received = [recv, self.counts, self.output, self.errors, self.slot]
         if form == "tagged":
             received.append(self.expected)
@@ -138,6 +179,7 @@ class Rank:
         torch.cuda.current_stream(self.device).synchronize()  # makes the context current
         program = direct.Program(lowered, [], lambda x: torch.tensor(x).to(self.device))
         launches = program.bind(arguments)
+        self._programs.append(program)  # launches know its constants by their addresses alone
 
         def launch() -> None:
             direct.launch(launches, torch.cuda.current_stream(self.device).cuda_stream)
@@ -152,6 +194,11 @@ def random_message(world_size: int, tokens: int, rng: np.random.Generator) -> Ar
 
 def random_counts(tokens: int, rng: np.random.Generator) -> Array:
     return hard_rows.visible_counts(tokens, 400, 1, rng)
+
+
+def selected(scores: Array, counts: Array, world_size: int) -> Array:
+    """The rows that a select finds, int32 [W, hpr, T, 33] by owner."""
+    return oracle.rows_by_owner(oracle.select(scores, counts, BEGIN, END), world_size)
 
 
 def merged(messages: Sequence[Array], owner: int, counts: Array) -> Array:

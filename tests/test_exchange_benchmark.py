@@ -57,6 +57,11 @@ def test_every_link_is_made_of_kernels_alone(world_size):
             *(rows, shapes["tagged_recv_bases"], shapes["publish_generations"]),
             *(one, one),
         ),
+        "select_legacy": (plane, counts, shapes["recv_bases"], errors, one, one),
+        "select_tagged": (
+            *(plane, counts, shapes["tagged_recv_bases"], shapes["publish_generations"]),
+            *(one, one),
+        ),
         "merge_legacy": (shapes["recv"], counts, ids, errors, one),
         "merge_tagged": (
             *(shapes["tagged_recv"], counts, ids, errors, one),

@@ -243,10 +243,8 @@ def test_a_cta_selects_each_row_of_its_tokens_once(monkeypatch, start, stop):
         lane_simulator.Words(scores.reshape(-1)),
         lane_simulator.Words(counts),
         Lane(np.int32(offset)),
-        lane_simulator.Words(out.reshape(-1)),
-        out.shape[1],
+        mosaic.LocalRows(lane_simulator.Words(out.reshape(-1)), out.shape[1], 40, []),
         lane_simulator.Words(shared),
-        [],
     )
     thread._select_paired(Lane(np.int32(start)), Lane(np.int32(stop)))
 

@@ -1,4 +1,4 @@
-"""The one-sided publish kernels: where every word goes, with the threads played in numpy."""
+"""Rows for other ranks: where every word goes, with the threads of the kernels played in numpy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ import pytest
 from lane_simulator import Lane, Words
 
 from msa_icp_jax.comm import comm_shapes
-from msa_icp_jax.ops.publish import mosaic
+from msa_icp_jax.ops._mosaic import long_rows, peer_rows
+from msa_icp_jax.ops._mosaic.launch import Target
+from msa_icp_jax.ops._mosaic.peer_rows import Owners, PeerRows
+from msa_icp_jax.ops.publish import mosaic as publish
+from msa_icp_jax.ops.select import mosaic as select
 
 Array = npt.NDArray[Any]
 
@@ -41,7 +45,7 @@ class Peers:
 
     def __init__(self, world_size: int, form: str) -> None:
         shape = comm_shapes(world_size, CAPACITY)["tagged_recv" if form == "tagged" else "recv"]
-        self.storage = np.zeros((world_size, *shape), np.int32)
+        self.form, self.storage = form, np.zeros((world_size, *shape), np.int32)
         addresses = MEMORY + 4 * np.prod(shape) * np.arange(world_size)
         self.bases = addresses.astype(np.int64).view(np.int32).copy()
 
@@ -56,15 +60,15 @@ class Peers:
 def peers_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(world_size: int, form: str) -> Peers:
         peers = Peers(world_size, form)
-        monkeypatch.setattr(mosaic, "where", lane_simulator._where)
-        monkeypatch.setattr(mosaic, "int32", lambda x: Lane(np.int32(x)))
-        lanes = SimpleNamespace(
-            thread=lambda: Lane(np.arange(128, dtype=np.int32)),
-            warp_from=lambda x, lane: Lane(np.repeat(x.value.reshape(4, 32)[:, lane], 32)),
-            warp_barrier=contextlib.nullcontext,
-            when=lane_simulator._when,
-        )
-        monkeypatch.setattr(mosaic, "lanes", lanes)
+        for module in (peer_rows, publish, select):
+            lane_simulator.simulate(monkeypatch, module)
+            monkeypatch.setattr(
+                module.lanes, "thread", lambda: Lane(np.arange(128, dtype=np.int32)), raising=False
+            )
+            monkeypatch.setattr(module.lanes, "warp_from", from_lane, raising=False)
+            monkeypatch.setattr(module.lanes, "warp_barrier", contextlib.nullcontext, raising=False)
+            monkeypatch.setattr(module.lanes, "when", lane_simulator._when, raising=False)
+            monkeypatch.setattr(module.lanes, "fresh", lambda x: x, raising=False)
         memory = SimpleNamespace(
             at_address=peers.at_address,
             slot_from=lambda count: Lane(count.value % 3),
@@ -74,10 +78,17 @@ def peers_of(monkeypatch: pytest.MonkeyPatch) -> Any:
             store_tagged=store_tagged,
             poll=lambda look, ready, limit: look(),
         )
-        monkeypatch.setattr(mosaic, "peer_memory", memory)
+        monkeypatch.setattr(peer_rows, "peer_memory", memory)
+        for module in (peer_rows, select):
+            monkeypatch.setattr(module, "load_fresh", lambda place: place.load())
         return peers
 
     return make
+
+
+def from_lane(x: Lane, lane: Any) -> Lane:
+    lane = np.broadcast_to(getattr(lane, "value", lane), (128,)).reshape(4, 32)
+    return Lane(np.take_along_axis(x.value.reshape(4, 32), lane, axis=1).ravel())
 
 
 def store_tagged(place: Words, word: Lane, tag: Lane) -> None:
@@ -85,24 +96,30 @@ def store_tagged(place: Words, word: Lane, tag: Lane) -> None:
     (place + 1).store(tag)
 
 
-def publish(
-    peers: Peers,
-    rows: Array,
-    counters: Array,
-    slot: int,
-    *pieces: Any,
-    looked_at: int | None = None,
-) -> None:
-    """Runs the pieces for every token, the first of several perhaps with another slot."""
-    world_size = len(peers.storage)
-    facts = mosaic.Publish(world_size, TOKENS, CAPACITY, spin_limit=1)
-    for token in range(TOKENS):
-        shared = np.zeros(8, np.int32)
-        for piece in pieces:
-            early = looked_at if piece is not pieces[-1] and looked_at is not None else slot
-            position = (Lane(np.int32(x)) for x in (RANK, early, token))
-            row = mosaic._Row(facts, Words(peers.bases), *position)
-            piece(row, Words(rows.reshape(-1)), Memory(counters.reshape(-1)), Words(shared))
+class Sender:
+    """One rank's operands of the kernels that send rows."""
+
+    def __init__(self, peers: Peers, counters: Array, slot: int) -> None:
+        world_size, self.form = len(peers.storage), peers.form
+        self.owners = Owners(world_size, CAPACITY, peers.form == "tagged")
+        self._operands = [peers.bases, np.int32([RANK]), np.int32([slot]), counters.reshape(-1)]
+        self.slot = self._operands[2]
+
+    @property
+    def operands(self) -> list[Memory]:
+        return [Memory(x) for x in self._operands]
+
+    def publish(self, rows: Array, looked_at: int | None = None) -> None:
+        """Runs the publish kernel's pieces, the first of them perhaps with another slot."""
+        slot = self.slot[0]
+        for token in range(TOKENS):
+            shared = np.zeros(8, np.int32)
+            pieces = [publish._send] if self.owners.tagged else [publish._look_ahead, publish._send]
+            for piece in pieces:
+                is_first = piece is not pieces[-1]
+                self.slot[0] = slot if looked_at is None or not is_first else looked_at
+                memory = (Words(rows.reshape(-1)), self.operands, Words(shared))
+                piece(self.owners, TOKENS, *memory, Lane(np.int32(token)))
 
 
 def message(world_size: int) -> Array:
@@ -114,7 +131,7 @@ def message(world_size: int) -> Array:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_flagged_rows(peers_of, world_size, slot):
     peers, rows, errors = peers_of(world_size, "legacy"), message(world_size), np.zeros(1, np.int32)
-    publish(peers, rows, errors, slot, mosaic._look_ahead, mosaic._send)
+    Sender(peers, errors, slot).publish(rows)
     want = np.zeros_like(peers.storage)
     want[:, slot % 3, RANK, :, :TOKENS] = rows
     np.testing.assert_array_equal(peers.storage, want)
@@ -132,7 +149,7 @@ def test_a_row_whose_flag_is_up_is_not_written(peers_of, world_size):
     want[:, 2, RANK, :, :TOKENS] = rows
     want[0, 2, RANK, 0, 3] = 8
     want[1, 2, RANK, -1, 0] = before[1, 2, RANK, -1, 0]
-    publish(peers, rows, errors, 2, mosaic._look_ahead, mosaic._send)
+    Sender(peers, errors, 2).publish(rows)
     np.testing.assert_array_equal(peers.storage, want)
     assert errors[0] == 2
 
@@ -143,7 +160,7 @@ def test_a_slot_that_was_not_final_yet_is_looked_at_again(peers_of, stale):
     peers, rows, errors = peers_of(2, "legacy"), message(2), np.zeros(1, np.int32)
     peers.storage[:, stale, ..., 32] = 1  # of the slot looked at first
     peers.storage[0, 2, RANK, 0, 0, 32] = 1  # of the slot that counts
-    publish(peers, rows, errors, 2, mosaic._look_ahead, mosaic._send, looked_at=stale)
+    Sender(peers, errors, 2).publish(rows, looked_at=stale)
     sent = peers.storage[:, 2, RANK, :, :TOKENS]
     assert errors[0] == 1
     assert not sent[0, 0, 0, :32].any()
@@ -161,7 +178,7 @@ def test_tagged_rows(peers_of, world_size, slot):
     counters = rng.integers(-(2**31), 2**31, (3, 4, CAPACITY)).astype(np.int32)
     counters[:, 0, :3] = [-1, 2**31 - 1, 0]
     before = counters.copy()
-    publish(peers, rows, counters, slot, mosaic._send_tagged)
+    Sender(peers, counters, slot).publish(rows)
 
     after = before.copy()
     after[slot % 3, :, :TOKENS] = oracle.next_generation(before[slot % 3, :, :TOKENS])
@@ -175,8 +192,116 @@ def test_tagged_rows(peers_of, world_size, slot):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_place_is_the_flat_row_of_the_storage(world_size):
     heads = 4 // world_size
-    facts = mosaic.Publish(world_size, TOKENS, CAPACITY, spin_limit=1)
-    numbers = np.arange(3 * 4 * CAPACITY).reshape(3, world_size, heads, CAPACITY)
+    owners = Owners(world_size, CAPACITY, tagged=True)
+    rows = np.arange(3 * 4 * CAPACITY).reshape(3, world_size, heads, CAPACITY)
+    counters = np.arange(3 * 4 * CAPACITY).reshape(3, 4, CAPACITY)
     for slot, source, head, token in np.ndindex(3, world_size, 4, CAPACITY):
-        want = numbers[slot, source, head % heads, token]
-        assert facts.place(slot, source, head, token) == want
+        part = slot * world_size + source
+        assert owners.place(part, head, token) == rows[slot, source, head % heads, token]
+        assert owners.counter(part, head, token) == counters[slot, head, token]
+
+
+# ---- rows straight from a select ----
+
+
+class Found:
+    """A select whose rows are found already: the oracle's message."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+        self.rows = message(world_size)
+        self._by_head = self.rows.reshape(4, TOKENS, 33)
+        self.place: tuple[Lane, Lane] | None = None
+        stock = select.Thread._select_row
+        monkeypatch.setattr(select.Thread, "_bounds", lambda *_: None)
+        monkeypatch.setattr(select.Thread, "_in_loop", lambda thread: thread)
+
+        def select_row(thread: Any, token: Lane, head: Lane, *others: Any) -> None:
+            words = self._by_head[head.value, token.value, thread.lane.value]
+            team = SimpleNamespace(leads=(thread.warp & (thread.facts.team - 1)).eq(0))
+            team.select = lambda *_: (thread.shared + thread.lane).store(Lane(words))
+            thread._team = lambda: team
+            monkeypatch.setattr(select, "Row", lambda **_: None)
+            stock(thread, token, head, SimpleNamespace())
+
+        monkeypatch.setattr(select.Thread, "_select_row", select_row)
+
+    def run(self, sender: Sender, team: int, looked_at: int | None = None) -> None:
+        """Every CTA selects its one row a team, without a guess."""
+        facts = select.Select(TOKENS, 64, 1, 0, 1, False, team, TOKENS * team, True)
+        slot = sender.slot[0]
+        for cta in range(facts.ctas):
+            shared = np.full(4 * long_rows.TEAM_WORDS, 77, np.int32)
+            number = Lane(np.int32(cta))
+            lane, warp, mine = select._position(Words(shared), facts)
+            seen = mine + long_rows.SPARE_AT
+            if not sender.owners.tagged:
+                sender.slot[0] = slot if looked_at is None else looked_at
+                peers = PeerRows(sender.owners, sender.operands, seen)
+                peers.prepare()
+                with lane_simulator._when((warp & (team - 1)).eq(0)):
+                    peers.look_ahead(*select._row_of(number, warp, facts), lane)
+                sender.slot[0] = slot
+            rows = PeerRows(sender.owners, sender.operands, seen)
+            zeros = Words(np.zeros(TOKENS * 4 * 64, np.int32))
+            thread = select.Thread(facts, zeros, zeros, Lane(np.int32(0)), rows, Words(shared))
+            thread.select_row_of(number, [])
+            assert (shared[long_rows.TEAM_WORDS * 4 // team :] == 77).all()
+
+
+@pytest.mark.parametrize("team", [1, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("looked_at", [None, 2])
+def test_a_select_sends_its_flagged_rows(peers_of, monkeypatch, world_size, team, looked_at):
+    """With a look ahead at the right slot, and at another one."""
+    peers, errors = peers_of(world_size, "legacy"), np.zeros(1, np.int32)
+    found = Found(monkeypatch, world_size)
+    peers.storage[0, 1, RANK, 0, 3] = 8  # not merged yet, of the slot that counts
+    peers.storage[:, 2, ..., 32] = 1  # of another one
+    want = peers.storage.copy()
+    want[:, 1, RANK, :, :TOKENS] = found.rows
+    want[0, 1, RANK, 0, 3] = 8
+    found.run(Sender(peers, errors, 4), team, looked_at)
+    np.testing.assert_array_equal(peers.storage, want)
+    assert errors[0] == 1
+
+
+@pytest.mark.parametrize("team", [1, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_select_sends_its_tagged_rows(peers_of, monkeypatch, world_size, team):
+    peers, found = peers_of(world_size, "tagged"), Found(monkeypatch, world_size)
+    counters = np.arange(-40, 3 * 4 * CAPACITY - 40, dtype=np.int32).reshape(3, 4, CAPACITY)
+    want_counters = counters.copy()
+    bumped = oracle.next_generation(counters[2, :, :TOKENS])
+    want_counters[2, :, :TOKENS] = bumped
+    want = np.zeros_like(peers.storage)
+    by_owner = oracle.rows_by_owner(counters[2, :, :TOKENS].copy(), world_size)
+    want[:, 2, RANK, :, :TOKENS], _ = oracle.tag_rows(found.rows, by_owner)
+    found.run(Sender(peers, counters, 5), team)
+    np.testing.assert_array_equal(peers.storage, want)
+    np.testing.assert_array_equal(counters, want_counters)
+
+
+@pytest.mark.parametrize("tokens", [1, 132, 5000])
+@pytest.mark.parametrize("columns", [15, 64, 256, 2048, 2049, 8192])
+def test_every_row_that_is_sent_has_a_team_of_its_own(tokens, columns):
+    team, ctas, direct = select._grid(tokens, columns, Target(sms=132), single=True)
+    assert direct and ctas * 4 // team == tokens * 4
+
+
+def test_the_interpreter_is_refused():
+    scores, counts = np.zeros((2, 4, 64), np.float32), np.zeros(2, np.int32)
+    with pytest.raises(AssertionError, match="no device addresses"):
+        select.select_and_publish_tagged_rows(
+            scores,
+            counts,
+            np.zeros((2, 2), np.int32),
+            np.zeros((3, 4, 2), np.int32),
+            rank=0,
+            slot=0,
+            index_scale=1,
+            index_offset=0,
+            force_begin_blocks=0,
+            force_end_blocks=1,
+            enable_pdl=True,
+            target=Target(sms=2, interpret=True),
+        )

@@ -113,40 +113,64 @@ class DirectRoute:
     def decode(self, call: DecodeCall, owners: tuple[Any, ...], options: tuple[Any, ...]) -> None:
         """Prepares the launches of a decode, remembers them and runs them."""
         with self._stream.device():
-            before, message = self._rows_launches(call)
-            behind = self._one_sided if call.one_sided else self._collective
-            launches = [*before, *behind(call, message)]
+            if call.one_sided:
+                before, behind = self._one_sided(call), self._merge(call, self._spin_limit)
+            else:
+                before, message = self._rows(call)
+                behind = self._collective(call, message)
+            launches = [*before, *behind]
         by_address = all(kernel is not None for _, kernel, _ in before)
         self._calls.remember(owners, options, launches, by_address)
         self._stream.launch(launches)
 
-    def _rows_launches(self, call: DecodeCall) -> tuple[Launches, torch.Tensor]:
+    def _rows(self, call: DecodeCall) -> tuple[Launches, torch.Tensor]:
         """Score and select; the launches, and the rows [W, hpr, T, 33] that they leave."""
+        if call.fused:
+            fused, launches = self._scorer(kernels.decode_rows, call, call.num_valid_pages)
+            return launches, self._result(fused)
+        select = self._program(kernels.select_rows, self._facts(), call.tokens, call.enable_pdl)
+        selected = select.bind((call.scores, call.num_valid_pages))
+        return [*self._scores(call), *selected], self._result(select)
+
+    def _scores(self, call: DecodeCall) -> Launches:
+        return self._scorer(kernels.decode_scores, call, call.scores)[1]
+
+    def _scorer(
+        self, lower: Callable[..., Lowered], call: DecodeCall, other: torch.Tensor | None
+    ) -> tuple[Program, Launches]:
+        """A scorer and its launches; `other` is its last argument."""
         base, row_offset = pages.base_of(call.index_k)
-        facts = self._facts(row_offset)
         requests, width = call.block_table.shape
         batch = kernels.Batch(requests, call.query_len, tuple(base.shape), width)
+        scorer = self._program(lower, self._facts(row_offset), batch, call.enable_pdl)
         inputs = (call.index_q, base, call.block_table, call.seq_lens)
-        if call.fused:
-            fused = self._program(kernels.decode_rows, facts, batch, call.enable_pdl)
-            return fused.bind((*inputs, call.num_valid_pages)), self._result(fused)
-        score = self._program(kernels.decode_scores, facts, batch, call.enable_pdl)
-        form = (self._facts(), call.tokens, call.enable_pdl)
-        select = self._program(kernels.select_rows, *form)
-        selected = select.bind((call.scores, call.num_valid_pages))
-        return [*score.bind((*inputs, call.scores)), *selected], self._result(select)
+        return scorer, scorer.bind((*inputs, other))
 
-    def _one_sided(self, call: DecodeCall, message: torch.Tensor) -> Launches:
-        """Stores the rows at their owners and merges what the others store here."""
-        comm, form = call.comm, (self._facts(), call.tokens, call.enable_pdl)
-        slot = self._slots[call.slot]
-        if call.tagged:
-            publish = self._program(kernels.publish_tagged_rows, *form)
-            sent = (message, comm.tagged_recv_bases, slot, comm.publish_generations)
+    def _one_sided(self, call: DecodeCall) -> Launches:
+        """Score and select, the rows stored at their owners: by the select itself, unless fused."""
+        comm, slot = call.comm, self._slots[call.slot]
+        peers = (
+            (comm.tagged_recv_bases, slot, comm.publish_generations)
+            if call.tagged
+            else (comm.recv_bases, slot, comm.errors)
+        )
+        sent: tuple[torch.Tensor | None, ...]
+        if call.fused:
+            before, message = self._rows(call)
+            sent = (message,)
         else:
-            publish = self._program(kernels.publish_rows, *form, self._spin_limit)
-            sent = (message, comm.recv_bases, slot, comm.errors)
-        return [*publish.bind(sent), *self._merge(call, self._spin_limit)]
+            before, sent = self._scores(call), (call.scores, call.num_valid_pages)
+        sender = self._sender(call.tokens, call.tagged, call.fused, call.enable_pdl)
+        return [*before, *sender.bind((*sent, *peers))]
+
+    def _sender(self, tokens: int, tagged: bool, fused: bool, pdl: bool) -> Program:
+        """The kernel that stores rows at their owners."""
+        form = (self._facts(), tokens, pdl)
+        if tagged:
+            lower = kernels.publish_tagged_rows if fused else kernels.select_and_publish_tagged_rows
+            return self._program(lower, *form)
+        lower = kernels.publish_rows if fused else kernels.select_and_publish_rows
+        return self._program(lower, *form, self._spin_limit)
 
     def _merge(self, call: DecodeCall, spin_limit: int) -> Launches:
         """Merges the rows of the slot, each of which is looked at up to `spin_limit` times."""
@@ -290,40 +314,35 @@ class DirectRoute:
         width = table_width_of(geometry, table_width)
         with self._stream.device(), direct.on_cpu():
             for requests, length in decode_shapes(geometry, batch_sizes, query_lens):
-                self._warm_exchange(requests * length, forms)
+                is_fused = is_decode_fused(self._plan, requests, fused)
+                self._warm_exchange(requests * length, forms, is_fused)
                 if index_k is not None:
-                    self._warm_rows(requests, length, index_k, width, fused)
+                    self._warm_scorer(requests, length, index_k, width, is_fused)
             if prefill:
                 self._warm_prefill(index_k, width, fused)
 
-    def _warm_exchange(self, tokens: int, forms: Mapping[bool, Sequence[bool]]) -> None:
-        """What comes behind score and select in a decode."""
-        facts, form = self._facts(), (tokens, True)
+    def _warm_exchange(
+        self, tokens: int, forms: Mapping[bool, Sequence[bool]], fused: bool
+    ) -> None:
+        """What comes behind the scorer in a decode."""
+        facts = self._facts()
         for tagged, transports in forms.items():
             for one_sided in transports:
                 spin_limit = self._spin_limit if one_sided else 1
                 self._program(kernels.merge_rows, facts, tokens, tagged, True, spin_limit)
-                if one_sided and tagged:
-                    self._program(kernels.publish_tagged_rows, facts, *form)
-                elif one_sided:
-                    self._program(kernels.publish_rows, facts, *form, self._spin_limit)
+                if one_sided:
+                    self._sender(tokens, tagged, fused, True)
+                elif not fused:
+                    self._program(kernels.select_rows, facts, tokens, True)
         self._warm_buffers(tokens)
 
-    def _warm_rows(
-        self,
-        requests: int,
-        query_len: int,
-        index_k: torch.Tensor,
-        width: int,
-        fused: bool | None,
+    def _warm_scorer(
+        self, requests: int, query_len: int, index_k: torch.Tensor, width: int, fused: bool
     ) -> None:
         base, row_offset = pages.base_of(index_k)
         batch = kernels.Batch(requests, query_len, tuple(base.shape), width)
-        if is_decode_fused(self._plan, requests, fused):
-            self._program(kernels.decode_rows, self._facts(row_offset), batch, True)
-        else:
-            self._program(kernels.decode_scores, self._facts(row_offset), batch, True)
-            self._program(kernels.select_rows, self._facts(), batch.tokens, True)
+        lower = kernels.decode_rows if fused else kernels.decode_scores
+        self._program(lower, self._facts(row_offset), batch, True)
 
     def _warm_buffers(self, tokens: int) -> None:
         """Allocates what the exchanges take."""

@@ -31,6 +31,7 @@ from msa_icp_jax.ops.decode_score import score_publish
 from msa_icp_jax.ops.merge import mosaic as merge
 from msa_icp_jax.ops.prefill_plan.balance import prefill_work
 from msa_icp_jax.ops.publish import mosaic as publish
+from msa_icp_jax.ops.select import mosaic as select
 
 _FLOAT8 = jnp.float8_e4m3fn
 
@@ -77,12 +78,11 @@ class Facts:
         }
 
     @property
-    def select(self) -> dict[str, Any]:
-        """Options of every select."""
+    def columns(self) -> dict[str, Any]:
+        """What the columns of a score plane are to every select."""
         return {
             "index_scale": self.geometry.index_scale,
             "index_offset": self.geometry.index_offset(self.rank),
-            "backend": "mosaic",
             **self.forced,
         }
 
@@ -200,10 +200,64 @@ def select_rows(facts: Facts, tokens: int, pdl: bool) -> Lowered:
             world_size=geometry.world_size,
             heads_per_rank=geometry.heads_per_rank,
             enable_pdl=pdl,
-            **facts.select,
+            backend="mosaic",
+            **facts.columns,
         ).rows
 
     return facts.lower(run, facts.plane(tokens), _array(tokens))
+
+
+@functools.cache
+def select_and_publish_rows(facts: Facts, tokens: int, pdl: bool, spin_limit: int) -> Lowered:
+    """``(scores, num_valid_pages, recv_bases, slot, errors)``, to the peers' memory.
+
+    Errors are written.
+    """
+    geometry = facts.geometry
+
+    def run(scores: Any, counts: Any, bases: Any, slot: Any, errors: Any) -> Any:
+        return select.select_and_publish_rows(
+            scores,
+            counts,
+            bases,
+            errors,
+            rank=facts.rank,
+            slot=slot,
+            capacity=geometry.max_decode_tokens,
+            spin_limit=spin_limit,
+            enable_pdl=pdl,
+            target=facts.target,
+            **facts.columns,
+        )
+
+    scored = (facts.plane(tokens), _array(tokens))
+    return facts.lower(run, *scored, _array(geometry.world_size, 2), _array(1), _array(1))
+
+
+@functools.cache
+def select_and_publish_tagged_rows(facts: Facts, tokens: int, pdl: bool) -> Lowered:
+    """``(scores, num_valid_pages, tagged_recv_bases, slot, publish_generations)``, to peers.
+
+    The last are written.
+    """
+    geometry = facts.geometry
+
+    def run(scores: Any, counts: Any, bases: Any, slot: Any, generations: Any) -> Any:
+        return select.select_and_publish_tagged_rows(
+            scores,
+            counts,
+            bases,
+            generations,
+            rank=facts.rank,
+            slot=slot,
+            enable_pdl=pdl,
+            target=facts.target,
+            **facts.columns,
+        )
+
+    scored = (facts.plane(tokens), _array(tokens))
+    generations = _array(NUM_SLOTS, NUM_HEADS, geometry.max_decode_tokens)
+    return facts.lower(run, *scored, _array(geometry.world_size, 2), _array(1), generations)
 
 
 @functools.cache
@@ -338,7 +392,9 @@ def prefill_select(facts: Facts, tokens: int, carrier_tokens: int) -> Lowered:
     """``(score_scratch, num_valid_pages, carrier)``, of a window that has no segment."""
 
     def run(scores: Any, counts: Any, carrier: Any) -> Any:
-        return msa_icp_topk_select_prefill(scores, counts, carrier, **facts.select)
+        return msa_icp_topk_select_prefill(
+            scores, counts, carrier, backend="mosaic", **facts.columns
+        )
 
     carrier = _array(NUM_HEADS, carrier_tokens, rows.ROW_WORDS)
     return facts.lower(run, facts.plane(tokens), _array(tokens), carrier)

@@ -7,11 +7,13 @@ It ends with an error where a result differs from the oracle's.
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import sys
 import time
 from typing import Any
 
+import hard_rows
 import numpy as np
 import one_sided
 import torch
@@ -23,6 +25,7 @@ from one_sided import Rank
 
 TOKENS, CAPACITY = 29, 32
 STEPS, INPUTS = 10_000, 64
+COLUMNS = 256  # of the scores, where a select publishes
 
 
 def main(what: str) -> None:
@@ -33,9 +36,9 @@ def main(what: str) -> None:
         for page_size in (128, 256):
             through_group(device, page_size)
     else:
-        for form in one_sided.FORMS:
-            for launch in ("eager", "graph"):
-                through_peers(device, form, launch)
+        ways = itertools.product(one_sided.FORMS, ("eager", "graph"), (None, COLUMNS))
+        for form, launch, columns in ways:
+            through_peers(device, form, launch, columns)
     dist.barrier()
     print(f"rank {dist.get_rank()} of {dist.get_world_size()}: right")
     dist.destroy_process_group()
@@ -76,8 +79,9 @@ def check(case: Any, plan: Any, output: torch.Tensor) -> None:
 # ---- the one-sided kernels, through symmetric memory ----
 
 
-def through_peers(device: torch.device, form: str, launch: str) -> None:
-    rank = peer(device, form)
+def through_peers(device: torch.device, form: str, launch: str, columns: int | None) -> None:
+    """Steps by a publish of rows, or with `columns` by a select that publishes."""
+    rank = peer(device, form, columns)
     inputs = Inputs(rank)
     step = torch.zeros(1, dtype=torch.int64, device=device)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
@@ -113,13 +117,14 @@ def through_peers(device: torch.device, form: str, launch: str) -> None:
     dist.barrier()
     assert wrong.item() == 0, f"{wrong.item()} wrong ids"
     rank.ends_clean(TOKENS)
-    print(f"{form}, {launch}: {STEPS} steps of {seconds / STEPS * 1e6:.0f} us")
+    kernel = "publish" if columns is None else "select and publish"
+    print(f"{form}, {launch}, {kernel}: {STEPS} steps of {seconds / STEPS * 1e6:.0f} us")
     if form == "tagged":
         sent = [len(range(slot, STEPS, 3)) for slot in range(3)]
         assert rank.generations[:, 0, 0].tolist() == rank.expected[:, 0, 0].tolist() == sent
 
 
-def peer(device: torch.device, form: str) -> Rank:
+def peer(device: torch.device, form: str, columns: int | None) -> Rank:
     """This process's rank, its storage in memory that the others' kernels reach."""
     shape = one_sided.storage_shape(form, dist.get_world_size(), CAPACITY)
     storage = symmetric_memory.empty(*shape, dtype=torch.int32, device=device)
@@ -127,7 +132,8 @@ def peer(device: torch.device, form: str) -> Rank:
     storage.zero_()
     torch.cuda.synchronize()
     dist.barrier()
-    return Rank(dist.get_rank(), form, storage, handle.buffer_ptrs, TOKENS)
+    number, addresses = dist.get_rank(), handle.buffer_ptrs
+    return Rank(number, form, storage, addresses, TOKENS, columns=columns)
 
 
 class Inputs:
@@ -136,21 +142,32 @@ class Inputs:
     def __init__(self, rank: Rank) -> None:
         random = np.random.default_rng(0)  # every rank makes every rank's inputs
         counts = [one_sided.random_counts(TOKENS, random) for _ in range(INPUTS)]
-        messages = [
-            [one_sided.random_message(rank.world_size, TOKENS, random) for _ in range(2)]
-            for _ in range(INPUTS)
-        ]
+        if rank.scores is None:
+            sent = messages = [
+                [one_sided.random_message(rank.world_size, TOKENS, random) for _ in range(2)]
+                for _ in range(INPUTS)
+            ]
+        else:
+            sent = [
+                [hard_rows.score_plane(TOKENS, COLUMNS, random) for _ in range(2)]
+                for _ in range(INPUTS)
+            ]
+            messages = [
+                [one_sided.selected(plane, c, rank.world_size) for plane in planes]
+                for planes, c in zip(sent, counts, strict=True)
+            ]
         answers = [
             one_sided.merged(m, rank.number, c) for m, c in zip(messages, counts, strict=True)
         ]
         self._rank = rank
         self._counts = torch.tensor(np.stack(counts)).to(rank.device)
-        mine = np.stack([m[rank.number] for m in messages])
-        self._rows = torch.tensor(mine).to(rank.device)
+        mine = np.stack([x[rank.number] for x in sent])
+        self._sent = torch.tensor(mine).to(rank.device)
         self._answers = torch.tensor(np.stack(answers)).to(rank.device)
 
     def load(self, step: torch.Tensor) -> None:
-        torch.index_select(self._rows, 0, step, out=self._rank.rows[None])
+        given = self._rank.rows if self._rank.scores is None else self._rank.scores
+        torch.index_select(self._sent, 0, step, out=given[None])
         torch.index_select(self._counts, 0, step, out=self._rank.counts[None])
 
     def differences(self, step: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,7 @@ _NEG_INF_KEY = NEG_INF_WORD ^ 0x7FFFFFFF
 WORDS_AT = 0  # the 32 words of the row to be stored
 _PICKED_AT = WORDS_AT + 2 * TOPK  # columns of the winners
 _COUNT_AT = _PICKED_AT + TOPK
+SPARE_AT = _COUNT_AT + 1  # three words that nothing here touches
 COLUMNS_AT = _COUNT_AT + 4  # columns of the contenders
 _MAXIMA_AT = COLUMNS_AT + _CONTENDERS
 _ENTRIES_AT = _MAXIMA_AT + _WARP * WARPS

@@ -60,7 +60,7 @@ from msa_icp_jax.ops._mosaic.work_balance import (
 )
 from msa_icp_jax.ops.decode_score import lists as lists_of
 from msa_icp_jax.ops.decode_score.lists import Lists
-from msa_icp_jax.ops.select.mosaic import Select, Thread, share_out, stock_row
+from msa_icp_jax.ops.select.mosaic import LocalRows, Select, Thread, share_out, stock_row
 from msa_icp_jax.rows import ROW_WORDS, TAGGED_WORDS
 
 _STAGES = {32: 2, 64: 2, 128: 1}  # slots of a warp, by key rows of a page
@@ -298,7 +298,8 @@ def _merge_inline(
         cta, *place = (lanes.scalar(x) for x in arguments[len(refs) :])
         this_rank = load_fresh(rank)
         offset = lists.offset(this_rank)
-        thread = Thread(facts, scores, scores, offset, rows, capacity, shared, tags)
+        local = LocalRows(rows, capacity, facts.tokens, tags)
+        thread = Thread(facts, scores, scores, offset, local, shared)
         row = cta if facts.team > 1 else cta * NUM_HEADS + thread.warp
         token, head = row >> 2, row & 3
         listed = lists_of.merged_row(

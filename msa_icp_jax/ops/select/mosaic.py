@@ -18,6 +18,9 @@ that share it, in the way for rows of any length and scores (`long_rows`).
 With few tokens the way is *direct*: which row is whose is known at once, so a team reads the row's
 bounds while the kernel before this one still runs, and afterwards loads scores by that guess while
 it reads the bounds anew; it loads again if they were others.
+
+The rows go into memory of this GPU, or straight to the ranks that own their heads (`peer_rows`).
+Then every team has one row to look ahead for: the way is 1 or 2, however many tokens there are.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -43,6 +47,7 @@ from msa_icp_jax.ops._mosaic.lanes import Lane, Words, f32, i32, int32, where
 from msa_icp_jax.ops._mosaic.launch import CTA, Target, launch, writable, written
 from msa_icp_jax.ops._mosaic.long_rows import (
     COLUMNS_AT,
+    SPARE_AT,
     TEAM_WORDS,
     WARPS,
     WORDS_AT,
@@ -51,6 +56,7 @@ from msa_icp_jax.ops._mosaic.long_rows import (
     Row,
     find_bounds,
 )
+from msa_icp_jax.ops._mosaic.peer_rows import Owners, PeerRows
 from msa_icp_jax.ops._mosaic.work_balance import load_fresh
 from msa_icp_jax.rows import READY, ROW_WORDS, TAGGED_WORDS
 
@@ -71,7 +77,7 @@ class Select:
       columns: columns of the score plane.
       index_scale: blocks from one column to the next.
       begin, end: forced blocks at the start, and visible ones at the end.
-      tagged: whether the rows are tagged.
+      tagged: whether rows that stay here are tagged.
       team: warps that share a row, 1 or 4.
       ctas: CTAs among which the rows are shared out.
       direct: whether every team has just one row: (token, head) is known at the start.
@@ -91,11 +97,6 @@ class Select:
     def rows(self) -> int:
         """(token, head) pairs."""
         return self.tokens * NUM_HEADS
-
-    @property
-    def row_words(self) -> int:
-        """Words of a candidate row in memory."""
-        return 2 * TAGGED_WORDS if self.tagged else ROW_WORDS
 
     @property
     def paired(self) -> bool:
@@ -154,29 +155,142 @@ def select_rows(
         ctas=ctas,
         direct=direct,
     )
-    operands = [scores, num_valid_pages, jnp.asarray(index_offset, jnp.int32).reshape(1)]
+    operands = [scores, num_valid_pages, _operand(index_offset)]
     if generations is not None:
         operands.append(generations)
-    run = functools.partial(
-        launch,
-        functools.partial(_kernel, facts=facts, pdl=enable_pdl, target=target),
-        name="select_rows",
-        target=target,
-        grid=(ctas,),
-        scratch_types={"shared": plgpu.SMEM((WARPS, facts.warp_words), jnp.int32)},
-    )
+    run = functools.partial(_launch, "select_rows", facts, None, enable_pdl, target)
     if rows is None:
         shape = (TAGGED_WORDS, 2) if facts.tagged else (ROW_WORDS,)
-        fresh = jax.ShapeDtypeStruct((NUM_HEADS, tokens, *shape), jnp.int32)
+        fresh = jax.ShapeDtypeStruct((NUM_HEADS, facts.tokens, *shape), jnp.int32)
         return run(out_type=fresh)(*operands)
     buffer = writable(rows)
     run()(*operands, buffer)
     return written(buffer)
 
 
-def _grid(tokens: int, columns: int, target: Target) -> tuple[int, int, bool]:
-    """Warps that share a row, CTAs, and whether every team has just one row."""
-    few = tokens <= target.sms
+def select_and_publish_rows(
+    scores: jax.Array,
+    num_valid_pages: jax.Array,
+    recv_bases: jax.Array,
+    errors: jax.Array,
+    *,
+    rank: int | jax.Array,
+    slot: int | jax.Array,
+    capacity: int,
+    spin_limit: int,
+    index_scale: int,
+    index_offset: Any,
+    force_begin_blocks: int,
+    force_end_blocks: int,
+    enable_pdl: bool,
+    target: Target,
+) -> jax.Array:
+    """`select_rows` whose rows go straight into every owner's legacy receive storage.
+
+    Args:
+      scores, num_valid_pages: as for `select_rows`.
+      recv_bases: int32 [W, 2], device addresses (low, high) of the owners' storage, an int32
+        [3, W, hpr, C, 33] each.
+      errors: int32 [1], grown by one per row that was not sent since its flag stayed up.
+      rank: this rank, an int or a traced int32 scalar. It and the addresses are the same in every
+        call.
+      slot: running count of calls, likewise; the slot is this mod 3.
+      capacity: C >= T.
+      spin_limit: looks at a flag before its row is given up.
+      others: as for `select_rows`.
+
+    Returns:
+      errors.
+    """
+    owners = Owners(recv_bases.shape[0], capacity, False, spin_limit)
+    forced = force_begin_blocks, force_end_blocks
+    local = [scores, num_valid_pages, _operand(index_offset)]
+    peers = [recv_bases, _operand(rank), _operand(slot)]
+    return _select_and_publish(
+        owners, local, peers, errors, index_scale, forced, enable_pdl, target
+    )
+
+
+def select_and_publish_tagged_rows(
+    scores: jax.Array,
+    num_valid_pages: jax.Array,
+    tagged_recv_bases: jax.Array,
+    generations: jax.Array,
+    *,
+    rank: int | jax.Array,
+    slot: int | jax.Array,
+    index_scale: int,
+    index_offset: Any,
+    force_begin_blocks: int,
+    force_end_blocks: int,
+    enable_pdl: bool,
+    target: Target,
+) -> jax.Array:
+    """`select_rows` whose rows go straight into every owner's tagged receive storage.
+
+    Args:
+      scores, num_valid_pages: as for `select_rows`.
+      tagged_recv_bases: int32 [W, 2], device addresses (low, high) of the owners' storage, an int32
+        [3, W, hpr, C, 32, 2] each.
+      generations: int32 [3, 4, C], the publish counters.
+      others: as for `select_and_publish_rows`.
+
+    Returns:
+      generations, those of the rows sent advanced.
+    """
+    owners = Owners(tagged_recv_bases.shape[0], generations.shape[2], True)
+    forced = force_begin_blocks, force_end_blocks
+    local = [scores, num_valid_pages, _operand(index_offset)]
+    peers = [tagged_recv_bases, _operand(rank), _operand(slot)]
+    return _select_and_publish(
+        owners, local, peers, generations, index_scale, forced, enable_pdl, target
+    )
+
+
+def _select_and_publish(
+    owners: Owners,
+    local: list[jax.Array],
+    peers: list[jax.Array],
+    counters: jax.Array,
+    index_scale: int,
+    forced: tuple[int, int],
+    enable_pdl: bool,
+    target: Target,
+) -> jax.Array:
+    tokens, columns = local[1].shape[0], local[0].shape[2]
+    team, ctas, direct = _grid(tokens, columns, target, single=True)
+    facts = Select(tokens, columns, index_scale, *forced, False, team, ctas, direct)
+    name = "select_and_publish_tagged_rows" if owners.tagged else "select_and_publish_rows"
+    advanced = writable(counters)
+    _launch(name, facts, owners, enable_pdl, target)(*local, *peers, advanced)
+    return written(advanced)
+
+
+def _operand(scalar: Any) -> jax.Array:
+    return jnp.asarray(scalar, jnp.int32).reshape(1)
+
+
+def _launch(
+    name: str,
+    facts: Select,
+    owners: Owners | None,
+    enable_pdl: bool,
+    target: Target,
+    out_type: Any = (),
+) -> Any:
+    return launch(
+        functools.partial(_kernel, facts=facts, owners=owners, pdl=enable_pdl, target=target),
+        name=name,
+        target=target,
+        grid=(facts.ctas,),
+        out_type=out_type,
+        scratch_types={"shared": plgpu.SMEM((WARPS, facts.warp_words), jnp.int32)},
+    )
+
+
+def _grid(tokens: int, columns: int, target: Target, single: bool = False) -> tuple[int, int, bool]:
+    """Warps that share a row, CTAs, and whether every team has just one row (`single`: it must)."""
+    few = single or tokens <= target.sms
     if few and columns <= _QUICK_COLUMNS:
         team, ctas = 1, tokens
     elif few or columns > _WARP_COLUMNS:
@@ -198,18 +312,33 @@ def _kernel(
     *others: Any,
     shared: Any,
     facts: Select,
+    owners: Owners | None,
     pdl: bool,
     target: Target,
 ) -> None:
-    *tags, rows = others
+    """Selects; `others` are tags if there are any and the rows, or the operands of `PeerRows`.
+
+    The next kernel is let in at once, but behind rows for other ranks only after the wait: see
+    `peer_rows`.
+    """
+    cta = lax.axis_index(CTA)
+    if target.interpret:
+        assert owners is None, "the interpreter has no device addresses"
+        _select_stock(scores, counts, index_offset, list(others), cta, facts)
+        return
     guess: tuple[Any, ...] = ()
-    if pdl and not target.interpret:
+    if pdl and not owners:
         plgpu.griddepcontrol_launch_dependents()
-        if facts.direct:
-            guess = _read_bounds_early(counts, index_offset, facts)
+    if pdl and facts.direct:
+        guess = _read_bounds_early(counts, index_offset, facts)
+    if owners and not owners.tagged:
+        _look_ahead(others, shared, cta, facts, owners)
+    if pdl:
         plgpu.griddepcontrol_wait()
-    select = _select_stock if target.interpret else _select_inline
-    select(scores, counts, index_offset, tags, rows, shared, lax.axis_index(CTA), guess, facts)
+    if pdl and owners:
+        plgpu.griddepcontrol_launch_dependents()
+    refs = [scores, counts, index_offset, shared, *others]
+    _select_inline(refs, [cta, *guess], facts, owners)
 
 
 def share_out(cta: Any, count: int, ctas: int) -> tuple[Any, Any]:
@@ -229,14 +358,11 @@ def _select_stock(
     scores: Any,
     counts: Any,
     index_offset: Any,
-    tags: list[Any],
-    rows: Any,
-    shared: Any,
+    others: list[Any],
     cta: Any,
-    guess: tuple[Any, ...],
     facts: Select,
 ) -> None:
-    del shared, guess
+    *tags, rows = others
     ids = jnp.arange(facts.columns, dtype=jnp.int32) * facts.index_scale + index_offset[0]
 
     @pl.loop(*share_out(cta, facts.rows, facts.ctas))
@@ -277,19 +403,31 @@ def _read_bounds_early(counts: Any, index_offset: Any, facts: Select) -> tuple[A
     return read(counts, index_offset, lax.axis_index(CTA))
 
 
+def _look_ahead(peers: Sequence[Any], shared: Any, cta: Any, facts: Select, owners: Owners) -> None:
+    """Waits for the flag of the team's row."""
+    refs = [*peers, shared]
+
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), plgpu.Layout.WG_SPLAT))
+    def look(_: Any, *arguments: Any) -> None:
+        *refs, cta = arguments
+        *peers, shared = (Words.of(ref) for ref in refs)
+        lane, warp, shared = _position(shared, facts)
+        token, head = _row_of(lanes.scalar(cta), warp, facts)
+        rows = PeerRows(owners, peers, shared + SPARE_AT)
+        rows.prepare()
+        with lanes.when((warp & (facts.team - 1)).eq(0)):
+            rows.look_ahead(token, head, lane)
+
+    look(*refs, cta)
+
+
 def _select_inline(
-    scores: Any,
-    counts: Any,
-    index_offset: Any,
-    tags: list[Any],
-    rows: Any,
-    shared: Any,
-    cta: Any,
-    guess: tuple[Any, ...],
+    refs: list[Any],
+    scalars: list[Any],
     facts: Select,
+    owners: Owners | None,
 ) -> None:
-    refs = [scores, counts, index_offset, rows, shared, *tags]
-    scalars = [cta, *guess]
+    """`refs` are scores, counts, index offset, shared memory and the kernel's other operands."""
 
     @plgpu.inline_mgpu(
         arg_types=(
@@ -298,12 +436,19 @@ def _select_inline(
         )
     )
     def select(_: Any, *arguments: Any) -> None:
-        capacity = ir.MemRefType(arguments[3].type).shape[1]
         words = (Words.of(ref) for ref in arguments[: len(refs)])
-        scores, counts, index_offset, rows, shared, *tags = words
+        scores, counts, index_offset, shared, *others = words
         cta, *guess = (lanes.scalar(x) for x in arguments[len(refs) :])
         offset = load_fresh(index_offset)
-        thread = Thread(facts, scores, counts, offset, rows, capacity, shared, tags)
+        rows: LocalRows | PeerRows
+        if owners:
+            _, _, shared_of_team = _position(shared, facts)
+            rows = PeerRows(owners, others, shared_of_team + SPARE_AT)
+        else:
+            *tags, first = others
+            capacity = ir.MemRefType(arguments[len(refs) - 1].type).shape[1]
+            rows = LocalRows(first, capacity, facts.tokens, tags)
+        thread = Thread(facts, scores, counts, offset, rows, shared)
         if facts.direct:
             thread.select_row_of(cta, guess)
         else:
@@ -312,8 +457,70 @@ def _select_inline(
     select(*refs, *scalars)
 
 
+def _position(shared: Words, facts: Select) -> tuple[Lane, Lane, Words]:
+    """This lane of its warp, the warp of the warpgroup, and their team's shared memory."""
+    thread = lanes.thread() & (WARPS * _WARP - 1)
+    # Read from lane 0, which tells the compiler that it is the same in the whole warp.
+    warp = lanes.warp_from(thread >> 5, 0)
+    lane = thread & (_WARP - 1)
+    return lane, warp, shared + warp * facts.warp_words if facts.team == 1 else shared
+
+
+def _row_of(cta: Lane, warp: Lane, facts: Select) -> tuple[Lane, Lane]:
+    """(token, head) of the one row that a team has."""
+    row = cta if facts.team > 1 else cta * NUM_HEADS + warp
+    return row >> 2, row & 3
+
+
+@dataclasses.dataclass
+class LocalRows:
+    """Where one thread stores rows that stay in memory of this GPU.
+
+    Attributes:
+      rows: the first word of all, [4, capacity] rows.
+      capacity: rows of a head that there is memory for.
+      tokens: T.
+      tags: none, or the tags [4, T].
+    """
+
+    rows: Words
+    capacity: int
+    tokens: int
+    tags: list[Words]
+
+    def prepare(self) -> None:
+        """Nothing has to be read."""
+
+    def store_row(self, token: Lane, head: Lane, lane: Lane, word: Lane) -> None:
+        """Stores a row's 32 words together, one a lane, and the flag unless rows are tagged."""
+        self.store_words(token, head, [(lane, word)])
+        with lanes.when(lane.eq(0)):
+            self.store_flag(token, head)
+
+    def store_words(self, token: Lane, head: Lane, words: Sequence[tuple[Lane, Lane]]) -> None:
+        """Stores (place, word) of a row, with their tag where rows are tagged."""
+        target = self._target(token, head)
+        if self.tags:
+            tag = (self.tags[0] + (head * self.tokens + token)).load()
+        for place, word in words:
+            if self.tags:
+                (target + place * 2).store_vector([word, tag])
+            else:
+                (target + place).store(word)
+
+    def store_flag(self, token: Lane, head: Lane) -> None:
+        """Stores the flag of a row unless rows are tagged."""
+        if not self.tags:
+            (self._target(token, head) + 2 * TOPK).store(int32(READY))
+
+    def _target(self, token: Lane, head: Lane) -> Words:
+        """The first word of a row."""
+        row = head.to_i64() * self.capacity + token.to_i64()
+        return self.rows + row * (2 * TAGGED_WORDS if self.tags else ROW_WORDS)
+
+
 class Thread:
-    """The program of one thread of the warpgroup."""
+    """The program of one thread of the warpgroup; `rows` is where the rows found go."""
 
     def __init__(
         self,
@@ -321,18 +528,12 @@ class Thread:
         scores: Words,
         counts: Words,
         offset: Lane,
-        rows: Words,
-        capacity: int,
+        rows: LocalRows | PeerRows,
         shared: Words,
-        tags: list[Words],
     ) -> None:
         self.facts, self.scores, self.counts, self.offset = facts, scores, counts, offset
-        self.rows, self.capacity, self.tags = rows, capacity, tags
-        thread = lanes.thread() & (WARPS * _WARP - 1)
-        self.lane = thread & (_WARP - 1)
-        # Read from lane 0, which tells the compiler that it is the same in the whole warp.
-        self.warp = lanes.warp_from(thread >> 5, 0)
-        self.shared = shared + self.warp * facts.warp_words if facts.team == 1 else shared
+        self.rows = rows
+        self.lane, self.warp, self.shared = _position(shared, facts)
 
     def select(self, cta: Lane) -> None:
         """Selects the share of a CTA."""
@@ -354,16 +555,17 @@ class Thread:
 
         Its scores are loaded by the guess of its bounds, while the bounds themselves are.
         """
-        row = cta if self.facts.team > 1 else cta * NUM_HEADS + self.warp
-        token, head = row >> 2, row & 3
+        token, head = _row_of(cta, self.warp, self.facts)
         count = load_fresh(self.counts + token)
-        scores = self.scores + row.to_i64() * self.facts.columns
+        scores = self.scores + (token * NUM_HEADS + head).to_i64() * self.facts.columns
         team = self._team()
         if not guess:
+            self.rows.prepare()
             self._select_row(token, head, self._bounds(count))
             return
         expected = self._bounds(*guess)
         loaded = team.load(Row(**vars(expected), scores=scores))
+        self.rows.prepare()  # behind the loads: it waits for what it reads
         bounds = self._bounds(count)
         right = expected.front.eq(bounds.front) & expected.back.eq(bounds.back)
 
@@ -544,9 +746,8 @@ class Thread:
         with lanes.when(done):
             for half in range(2):
                 self._store_found(token, self.lane + half * _WARP, found)
-            if not self.facts.tagged:
-                with lanes.when(self.lane < NUM_HEADS):
-                    (self._target(token, self.lane) + 2 * TOPK).store(int32(READY))
+            with lanes.when(self.lane < NUM_HEADS):
+                self._local_rows.store_flag(token, self.lane)
             lanes.warp_barrier()  # before the shared memory is used again
         return done
 
@@ -556,24 +757,13 @@ class Thread:
         column = (found + index).load()
         row = token.to_i64() * NUM_HEADS + head.to_i64()
         word = (self.scores + (row * self.facts.columns + column.to_i64())).load()
-        target = self._target(token, head)
-        self._store_word(target, place, word, token, head)
-        self._store_word(
-            target, place + TOPK, column * self.facts.index_scale + self.offset, token, head
-        )
+        block = column * self.facts.index_scale + self.offset
+        self._local_rows.store_words(token, head, [(place, word), (place + TOPK, block)])
 
-    def _store_word(self, target: Words, place: Lane, word: Lane, token: Lane, head: Lane) -> None:
-        """Stores a word of a row, with its tag where rows are tagged."""
-        if self.facts.tagged:
-            tag = (self.tags[0] + (head * self.facts.tokens + token)).load()
-            (target + place * 2).store_vector([word, tag])
-        else:
-            (target + place).store(word)
-
-    def _target(self, token: Lane, head: Lane) -> Words:
-        """The first word of a row to be stored."""
-        row = head.to_i64() * self.capacity + token.to_i64()
-        return self.rows + row * self.facts.row_words
+    @property
+    def _local_rows(self) -> LocalRows:
+        assert isinstance(self.rows, LocalRows)  # others are stored one by one
+        return self.rows
 
     def _bounds(self, count: Lane, offset: Lane | None = None) -> Bounds:
         """Where the candidates and the forced blocks among them lie."""
@@ -607,9 +797,5 @@ class Thread:
         self._store_row(token, head, (self.shared + (self.lane + WORDS_AT)).load())
 
     def _store_row(self, token: Lane, head: Lane, word: Lane) -> None:
-        """Stores a row's 32 words together, one a lane, and the flag unless rows are tagged."""
-        target = self._target(token, head)
-        self._store_word(target, self.lane, word, token, head)
-        if not self.facts.tagged:
-            with lanes.when(self.lane.eq(0)):
-                (target + 2 * TOPK).store(int32(READY))
+        """Stores a row, of which each lane has a word."""
+        self.rows.store_row(token, head, self.lane, word)
