@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -83,25 +83,46 @@ def _fits(have: int, size: int | AtLeast | None) -> bool:
 
 def check_apart(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
     """Raises where the bytes of a written tensor meet those of another argument."""
-    spans = [(*_span(tensor), name, True) for name, tensor in written.items()]
-    spans += [(*_span(tensor), name, False) for name, tensor in read.items()]
-    # By ascending start, the tensors met so far of either kind that reach farthest.
-    far_written, far_read = (0, ""), (0, "")
-    for start, end, name, is_written in sorted(span for span in spans if span[0] < span[1]):
-        if start < far_written[0]:
-            raise ValueError(f"{far_written[1]} is written and must not overlap {name} in memory")
-        if is_written and start < far_read[0]:
-            raise ValueError(f"{name} is written and must not overlap {far_read[1]} in memory")
-        if is_written:
-            far_written = max(far_written, (end, name))
-        else:
-            far_read = max(far_read, (end, name))
+    spans = [span_of(tensor, name, is_written=True) for name, tensor in written.items()]
+    spans += [span_of(tensor, name, is_written=False) for name, tensor in read.items()]
+    found = find_overlap(spans)
+    if found:
+        one, other = found
+        raise ValueError(f"{one} is written and must not overlap {other} in memory")
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+class Span(NamedTuple):
     """The addresses [start, end) that a tensor's elements lie in."""
+
+    start: int
+    end: int
+    name: str
+    is_written: bool
+
+
+def span_of(tensor: torch.Tensor, name: str, *, is_written: bool) -> Span:
+    """Where a tensor lies."""
     start = tensor.data_ptr()
-    return start, start + _extent(tensor)
+    return Span(start, start + _extent(tensor), name, is_written)
+
+
+def find_overlap(spans: Iterable[Span]) -> tuple[str, str] | None:
+    """The names of a written span and of one that it meets; None where there are none."""
+    # By ascending start, the spans met so far of either kind that reach farthest.
+    written_to = read_to = 0
+    last_written = last_read = ""
+    for start, end, name, is_written in sorted(spans):
+        if start == end:
+            continue
+        if start < written_to:
+            return last_written, name
+        if is_written:
+            if start < read_to:
+                return name, last_read
+            written_to, last_written = end, name
+        elif end > read_to:
+            read_to, last_read = end, name
+    return None
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -30,9 +30,9 @@ from msa_icp_jax.ops._mosaic.direct import Copy, Launches, Lowered, Program
 from msa_icp_jax.ops._mosaic.launch import Target
 from msa_icp_jax.programs import decode_shapes, is_decode_fused
 from msa_icp_torch import exchange, kernels, pages, window
-from msa_icp_torch.bridge import check_apart, check_tensor, is_capturing
+from msa_icp_torch.bridge import Span, check_tensor, find_overlap, is_capturing, span_of
 from msa_icp_torch.calls import DecodeCall, PrefillCall
-from msa_icp_torch.comm import MSAIcpComm, check_aligned
+from msa_icp_torch.comm import check_aligned
 from msa_icp_torch.dlpack import at_row_offset
 from msa_icp_torch.warmup import table_width_of
 
@@ -483,7 +483,7 @@ class RememberedCalls:
         if contiguous != call.contiguous:
             return None
         if addresses != call.addresses or not all(map(_is, tensors, [x() for x in call.known])):
-            call = call.rebound(tensors, addresses, owners[-1])
+            call = call.rebound(tensors, addresses)
             if call is None:
                 return None
             self._calls[key] = call
@@ -523,14 +523,17 @@ class RememberedCalls:
             [x.dtype for x in tensors],
             [*map(_is_contiguous, tensors)],
             _places(addresses, launches) if by_address and distinct else None,
+            [span_of(x, "", is_written=True) for x in comm.written().values()]
+            + [span_of(x, "", is_written=False) for x in comm.read().values()],
             addresses,
+            [*map(_span, range(len(tensors)), tensors)],
             [*map(weakref.ref, tensors)],
             launches,
         )
 
 
 class _Remembered(NamedTuple):
-    """A call; the last three fields change with its tensors.
+    """A call; the last four fields change with its tensors.
 
     Attributes:
       tensors_of: takes the tensors out of the owners.
@@ -539,7 +542,9 @@ class _Remembered(NamedTuple):
       dtypes: of the tensors.
       contiguous: which of the tensors are.
       places: of each tensor's address, as (launch, argument); None: they cannot be exchanged.
+      comm_spans: the memory of the comm.
       addresses: of the tensors.
+      spans: the memory of the tensors.
       known: the tensors, which are checked.
       launches: what is launched.
     """
@@ -550,46 +555,53 @@ class _Remembered(NamedTuple):
     dtypes: list[torch.dtype]
     contiguous: list[bool]
     places: list[list[tuple[int, int]]] | None
+    comm_spans: list[Span]
     addresses: list[int]
+    spans: list[Span]
     known: list[weakref.ref[torch.Tensor]]
     launches: Launches
 
     def rebound(
-        self, tensors: tuple[torch.Tensor, ...], addresses: list[int], comm: MSAIcpComm
+        self, tensors: tuple[torch.Tensor, ...], addresses: list[int]
     ) -> _Remembered | None:
-        """The call with other tensors of the same shapes; None where it needs all its checks."""
-        others = [
-            i
-            for i, tensor in enumerate(tensors)
-            if tensor is not self.known[i]() or addresses[i] != self.addresses[i]
-        ]
-        unaligned = any(addresses[i] % _ALIGNMENT for i in others)
-        if self.places is None or unaligned or _INDEX_K in others:
+        """The call with other tensors of the same shapes; None where it needs all its checks.
+
+        The comm is the one of the call. What stayed is not looked at again.
+        """
+        if self.places is None:
             return None
-        try:
-            for i in others:
-                shape = tensors[i].shape
-                check_tensor("", tensors[i], self.dtypes[i], comm.recv.device, *shape)
-            read = {str(i): tensor for i, tensor in enumerate(tensors[:_INPUTS])}
-            written = {str(i): tensor for i, tensor in enumerate(tensors[_INPUTS:])}
-            check_apart(written | comm.written(), read | comm.read())
-        except (TypeError, ValueError):  # with all its checks the call says what is wrong
+        device = tensors[_INDEX_K].device
+        known, spans = [*self.known], [*self.spans]
+        for i, tensor in enumerate(tensors):
+            if tensor is known[i]() and addresses[i] == self.addresses[i]:
+                continue
+            if i == _INDEX_K or addresses[i] % _ALIGNMENT:
+                return None
+            try:
+                check_tensor("", tensor, self.dtypes[i], device, *tensor.shape)
+            except (TypeError, ValueError):  # with all its checks the call says what is wrong
+                return None
+            known[i], spans[i] = weakref.ref(tensor), _span(i, tensor)
+        if find_overlap([*self.comm_spans, *spans]):
             return None
         launches = [*self.launches]
-        for places, address in zip(self.places, addresses, strict=True):
-            for step, place in places:
+        for places, address, old in zip(self.places, addresses, self.addresses, strict=True):
+            for step, place in places if address != old else ():
                 launcher, kernel, arguments = launches[step]
-                if arguments[place] != address:
-                    arguments = type(arguments).from_buffer_copy(arguments)
-                    arguments[place] = address
-                    launches[step] = launcher, kernel, arguments
-        known = [*map(weakref.ref, tensors)]
-        return self._replace(addresses=addresses, known=known, launches=launches)
+                arguments = type(arguments).from_buffer_copy(arguments)
+                arguments[place] = address
+                launches[step] = launcher, kernel, arguments
+        return self._replace(addresses=addresses, spans=spans, known=known, launches=launches)
 
 
 _INDEX_K, _INPUTS = 1, 5  # the place of the index keys among owners; how many of them are read
 _address, _size, _is = torch.Tensor.data_ptr, torch.Tensor.size, operator.is_
 _is_contiguous = torch.Tensor.is_contiguous
+
+
+def _span(i: int, tensor: torch.Tensor) -> Span:
+    """The memory of the i-th tensor of a call."""
+    return span_of(tensor, "", is_written=i >= _INPUTS)
 
 
 def _key(owners: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
