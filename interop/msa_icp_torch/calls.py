@@ -1,8 +1,10 @@
-"""Calls whose arguments are checked, as the plan hands them to its route."""
+"""Calls whose arguments are checked, as the plan hands them to its route, and what a route is."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -69,3 +71,61 @@ class PrefillCall:
     def tokens(self) -> int:
         """T."""
         return self.query.shape[0]
+
+
+class Route(Protocol):
+    """How calls get done, once `MSAIcpIndexerPlan` has checked all that is no route's business.
+
+    Attributes:
+      name: "dlpack" or "direct".
+      has_one_sided: whether rows can go by device addresses.
+    """
+
+    name: str
+    has_one_sided: bool
+
+    # ---- checks: before anything is written ----
+
+    def begin(self, method: str) -> None:
+        """Raises where the method cannot be called now."""
+
+    def check_memory(
+        self, written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Raises, by name, for a tensor that the route cannot take where it lies."""
+
+    def check_window_plan(self, window_plan: MSAIcpScorePlan) -> dict[str, torch.Tensor]:
+        """Raises for a window plan of another route; returns its tensors by name."""
+
+    # ---- calls ----
+
+    def repeat(self, owners: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
+        """Does a decode that an earlier one was like, unchecked; False where none was."""
+
+    def decode(self, call: DecodeCall, owners: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+        """Does a decode; `owners` and `options` are what `repeat` knows it by."""
+
+    def prefill_window_plan(
+        self, lengths: tuple[torch.Tensor, ...], bounds: dict[str, int]
+    ) -> MSAIcpScorePlan:
+        """The window plan of the lengths."""
+
+    def prefill_local(self, call: PrefillCall) -> None:
+        """Does the part of a prefill before the exchange."""
+
+    def prefill_merge(
+        self, received: torch.Tensor, num_valid_pages: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Does the part of a prefill behind the exchange."""
+
+    def warmup(
+        self,
+        index_k: torch.Tensor | None,
+        table_width: int | None,
+        batch_sizes: Sequence[int] | None,
+        query_lens: Sequence[int] | None,
+        forms: Mapping[bool, Sequence[bool]],
+        prefill: bool,
+        fused: bool | None,
+    ) -> None:
+        """Compiles; `forms` says which transports are wanted of rows tagged or not."""

@@ -102,13 +102,13 @@ class DirectRoute:
 
     # ---- decode ----
 
-    def find(self, owners: tuple[Any, ...], options: tuple[Any, ...]) -> Launches | None:
-        """The launches of a decode that an earlier one was like, if there was one."""
-        return self._calls.find(owners, options)
-
-    def launch(self, launches: Launches) -> None:
-        """Runs what `find` found."""
+    def repeat(self, owners: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
+        """Launches a decode that an earlier one was like, if there was one."""
+        launches = self._calls.find(owners, options)
+        if launches is None:
+            return False
         self._stream.launch(launches)
+        return True
 
     def decode(self, call: DecodeCall, owners: tuple[Any, ...], options: tuple[Any, ...]) -> None:
         """Prepares the launches of a decode, remembers them and runs them."""

@@ -76,8 +76,9 @@ class DlpackRoute:
 
     # ---- calls ----
 
-    def find(self, owners: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+    def repeat(self, owners: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
         """Calls are not remembered: every one imports its tensors."""
+        return False
 
     def decode(self, call: DecodeCall, owners: tuple[Any, ...], options: tuple[Any, ...]) -> None:
         """Scores and selects in one program, exchanges, stores and merges in another."""

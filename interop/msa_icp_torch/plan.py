@@ -16,7 +16,7 @@ from msa_icp_jax.programs import is_decode_fused
 from msa_icp_torch import exchange
 from msa_icp_torch.arguments import Arguments
 from msa_icp_torch.bridge import Bridge, check_apart, is_capturing, with_index
-from msa_icp_torch.calls import DecodeCall, PrefillCall
+from msa_icp_torch.calls import DecodeCall, PrefillCall, Route
 from msa_icp_torch.comm import MSAIcpComm, check_class, check_comm, is_one_sided
 from msa_icp_torch.dlpack import DlpackRoute
 from msa_icp_torch.routes import choose_route, direct_route
@@ -117,7 +117,7 @@ class MSAIcpIndexerPlan:
     def __init__(
         self,
         jax_plan: msa_icp_jax.MSAIcpIndexerPlan,
-        route: Any,
+        route: Route,
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
@@ -212,9 +212,7 @@ class MSAIcpIndexerPlan:
             comm,
         )
         options = (slot % NUM_SLOTS, tagged, decode_query_len, enable_pdl)
-        seen = self._route.find(owners, options)
-        if seen is not None:
-            self._route.launch(seen)
+        if self._route.repeat(owners, options):
             return
         call = self._check_decode(*owners, *options)
         if call is not None:

@@ -10,6 +10,7 @@ import torch
 
 from msa_icp_jax import checks
 from msa_icp_jax.backend import BACKENDS
+from msa_icp_torch.calls import Route
 
 ROUTES = ("auto", "dlpack", "direct")
 
@@ -46,7 +47,7 @@ def choose_route(route: str, backend: str, device: torch.device) -> str:
     return "dlpack"
 
 
-def direct_route(plan: Any, device: torch.device, group: Any, spin_limit: int) -> Any:
+def direct_route(plan: Any, device: torch.device, group: Any, spin_limit: int) -> Route:
     """A `DirectRoute` for this device's GPU."""
     from msa_icp_torch.direct import DirectRoute
 
