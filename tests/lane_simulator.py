@@ -157,6 +157,25 @@ def _lowest_bit(x: Lane) -> Lane:
     return Lane(np.log2(np.maximum(np.abs(low), 1)).astype(np.int32))
 
 
+def _popcount(x: Lane) -> Lane:
+    return Lane(np.bitwise_count(np.ascontiguousarray(x.value).view(np.uint32)).astype(np.int32))
+
+
+def _mask(conditions: Sequence[Lane]) -> Lane:
+    bits = sum(x.value.astype(np.uint64) << np.uint64(i) for i, x in enumerate(conditions))
+    return Lane(bits.astype(np.uint32).view(np.int32))
+
+
+def _copy(place: Words, source: Words, words: int, wanted: Lane | None = None) -> None:
+    with contextlib.nullcontext() if wanted is None else _when(wanted):
+        place.store_vector([(source + i).load() for i in range(words)])
+
+
+def _low_bits(number: Lane) -> Lane:
+    bits = (np.int64(1) << np.clip(number.value, 0, WARP).astype(np.int64)) - 1
+    return Lane(bits.astype(np.uint32).view(np.int32))
+
+
 def simulate(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
     """Makes `module`'s pieces compute in numpy; memory references are flat arrays of words."""
     lanes = SimpleNamespace(
@@ -169,7 +188,15 @@ def simulate(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
         thread=lambda: Lane(np.arange(THREADS, dtype=np.int32)),
         clip=lambda x, low, high: _minimum(_maximum(x, low), high),
         minimum=_minimum,
+        minimum_or_nan=lambda a, b: a._with(b, np.minimum),
         maximum=_maximum,
+        low_bits=_low_bits,
+        popcount=_popcount,
+        which_reach=lambda values, bar: _mask([x >= bar for x in values]),
+        which_pass=lambda values, bar: _mask([x > bar for x in values]),
+        copy_four=lambda place, source, wanted: _copy(place, source, 4, wanted),
+        copy_one=lambda place, source: _copy(place, source, 1),
+        await_copies=lambda: None,
         when=_when,
         fresh=lambda x: x,
         warp_barrier=lambda: None,
@@ -178,6 +205,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
         warp_max=lambda x: _per_warp(x, np.max),
         warp_min=lambda x: _per_warp(x, np.min),
         warp_ballot=ballot,
+        warp_any=lambda x: _per_warp(x, np.any),
     )
     names = {
         "lanes": lanes,

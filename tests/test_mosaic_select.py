@@ -17,6 +17,7 @@ import race_free
 from lane_simulator import Lane
 
 from msa_icp_jax.ops._mosaic import long_rows, networks, paired_rows
+from msa_icp_jax.ops._mosaic.launch import ctas_per_sm
 from msa_icp_jax.ops.select import mosaic
 
 Array = npt.NDArray[Any]
@@ -140,147 +141,75 @@ def test_shares_cover_all_rows_once():
 
 
 @pytest.mark.parametrize(
-    ("columns", "paired", "short"),
+    ("columns", "narrow", "short"),
     [(64, True, False), (256, True, False), (255, False, False), (260, False, True)],
 )
-def test_narrow_planes_go_two_lanes_a_row(columns, paired, short):
+def test_narrow_planes_go_two_lanes_a_row(columns, narrow, short):
     team, ctas, direct = mosaic._grid(4096, columns, mosaic.Target(sms=132))
     facts = mosaic.Select(4096, columns, 1, 0, 1, False, team, ctas, direct)
-    assert (facts.paired, facts.takes_short) == (paired, short)
+    assert (facts.narrow, facts.takes_short) == (narrow, short)
 
 
-PAIRED_CASES = [
-    # columns, scale, offset, begin, end
-    (4, 1, 0, 0, 1),
-    (16, 1, 0, 0, 0),
-    (64, 1, 0, 0, 1),
-    (128, 1, 0, 0, 0),
-    (100, 2, 1, 2, 3),
-    (256, 1, 0, 16, 0),
-    (256, 2, 0, 0, 16),
+def test_shared_memory_of_the_widest_narrow_plane_lets_three_ctas_share_an_sm():
+    shared = 4 * mosaic.WARPS * paired_rows.warp_words(paired_rows.CAPACITY)
+    assert ctas_per_sm(-(-shared // 1024) * 1024) >= 3
+
+
+NARROW_CASES = [
+    # columns, scale, offset, begin, end, tagged
+    (4, 1, 0, 0, 1, False),
+    (16, 1, 0, 0, 0, False),
+    (64, 1, 0, 0, 1, False),
+    (64, 2, 1, 1, 2, True),
+    (68, 1, 0, 0, 1, False),
+    (96, 1, -40, 3, 5, False),  # nonsense: candidates begin inside
+    (128, 1, 0, 0, 0, True),
+    (100, 2, 1, 2, 3, False),
+    (256, 1, 0, 0, 1, False),
+    (256, 1, 0, 16, 0, False),
+    (256, 2, 0, 0, 16, False),
+    (256, 1, -50, 1, 1, False),
 ]
 
 
-@pytest.mark.parametrize(("columns", "scale", "offset", "begin", "end"), PAIRED_CASES)
-def test_sixteen_rows_of_a_warp(monkeypatch, columns, scale, offset, begin, end):
-    """What the machine pieces say is good is right, and random rows are good."""
-    for module in (paired_rows, networks, long_rows):
-        lane_simulator.simulate(monkeypatch, module)
-    shared = np.full(mosaic.WARPS * paired_rows.WARP_WORDS, _UNTOUCHED, np.int32)
-    monkeypatch.setattr(paired_rows, "_address", lambda place: Lane(np.int32(4) * place.at))
-    monkeypatch.setattr(paired_rows, "_load_four", _load_four)
-    monkeypatch.setattr(paired_rows, "_put_if", functools.partial(_put_if, shared))
-
-    rng = np.random.default_rng(columns + scale)
-    tokens = mosaic.WARPS * paired_rows.ROWS // 4
-    scores = hard_rows.score_plane(tokens, columns, rng)
-    scores[::2] = rng.normal(size=scores[::2].shape)  # every second token has random rows alone
-    counts = hard_rows.visible_counts(tokens, columns, scale, rng)
-    # Of five equal ones a single one wins, and all that reach the bar are in the lower half.
-    counts[1], scores[1, :, :5], scores[1, :, 5:20] = 8192, 9, 10
-    thread = np.arange(lane_simulator.THREADS, dtype=np.int32)
-    lane, warp = Lane(thread % 32), thread // 32
-    bounds = long_rows.find_bounds(
-        Lane(counts[thread // 8].astype(np.int32)),
-        Lane(np.int32(offset)),
-        scale=scale,
-        columns=columns,
-        begin=begin,
-        end=end,
-    )
-    rows = paired_rows.Rows(
-        scores=lane_simulator.Words(scores.reshape(-1), warp * paired_rows.ROWS * columns),
-        columns=columns,
-        front=bounds.front,
-        back=bounds.back,
-        stop=bounds.stop,
-        ids=(scale, Lane(np.int32(offset))),
-        lane=lane,
-        shared=lane_simulator.Words(shared, warp * paired_rows.WARP_WORDS),
-    )
-    good, lower = (x.value.reshape(-1, 2) for x in rows.find_top16())
-    assert (good[:, 0] == good[:, 1]).all() and (lower[:, 0] == lower[:, 1]).all()
-    good = good[:, 0].reshape(tokens, 4)
-    want = oracle.select(scores, counts, begin, end, index_scale=scale, index_offset=offset)
-    for r in range(paired_rows.ROWS):
-        first = Lane(np.repeat(lower[r :: paired_rows.ROWS, 0], 32).astype(np.int32))
-        found = (rows.shared + paired_rows.place_of(Lane(np.int32(r)), lane, first)).load()
-        for w, words in enumerate(found.value.reshape(-1, 32)):
-            token = w * 4 + r // 4
-            if good[token, r % 4]:
-                np.testing.assert_array_equal(words, want[r % 4, token, :32])
-    assert good[::2].all()
-    assert not good.all() or columns <= 16
-
-
-@pytest.mark.parametrize(("start", "stop"), [(0, 37), (5, 38), (17, 20)])
-def test_a_cta_selects_each_row_of_its_tokens_once(monkeypatch, start, stop):
-    """Rows that a warp cannot select with others are passed on, all others are stored."""
-    columns, scale, offset, begin, end = 64, 2, 1, 1, 2
+@pytest.mark.parametrize(("start", "stop"), [(0, 40), (5, 38), (17, 20)])
+@pytest.mark.parametrize(("columns", "scale", "offset", "begin", "end", "tagged"), NARROW_CASES)
+def test_narrow_rows(monkeypatch, columns, scale, offset, begin, end, tagged, start, stop):
+    """The program of a CTA of the narrow rows' way: what it stores, and that nothing else is."""
     for module in (paired_rows, networks, long_rows, mosaic):
         lane_simulator.simulate(monkeypatch, module)
-    shared = np.zeros(mosaic.WARPS * paired_rows.WARP_WORDS, np.int32)
-    monkeypatch.setattr(paired_rows, "_address", lambda place: Lane(np.int32(4) * place.at))
-    monkeypatch.setattr(paired_rows, "_load_four", _load_four)
-    monkeypatch.setattr(paired_rows, "_put_if", functools.partial(_put_if, shared))
-
-    passed_on = []
-
-    def select_row(_: Any, token: Lane, head: Lane, bounds: Any) -> None:
-        for w in range(0, lane_simulator.THREADS, 32):
-            if lane_simulator._masks[-1][w]:
-                passed_on.append((token.value[w], head.value[w], bounds.stop.value[w]))
-
-    monkeypatch.setattr(mosaic.Thread, "_select_row", select_row)
     monkeypatch.setattr(mosaic.Thread, "_in_loop", lambda self: self)
-    rng = np.random.default_rng(start)
-    scores = hard_rows.score_plane(40, columns, rng)
-    counts = hard_rows.visible_counts(40, columns, scale, rng).astype(np.int32)
-    out = np.full((4, 42, 33), _UNTOUCHED, np.int32)
-    facts = mosaic.Select(40, columns, scale, begin, end, False, 1, 4, False)
+    rng = np.random.default_rng(columns + scale + start)
+    tokens = 40
+    scores = hard_rows.score_plane(tokens, columns, rng)
+    scores[::2] = rng.normal(size=scores[::2].shape)  # every second token has random rows alone
+    counts = hard_rows.visible_counts(tokens, columns, scale, rng).astype(np.int32)
+    # Of five equal ones a single one wins, and all that reach the bar are in the lower half.
+    counts[1], scores[1, :, :5], scores[1, :, 5:20] = 8192, 9, 10
+    words = 32 if tagged else 33
+    out = np.full((4, tokens + 2, *((32, 2) if tagged else (33,))), _UNTOUCHED, np.int32)
+    tags = rng.integers(-(2**31), 2**31, (4, tokens)).astype(np.int32)
+    facts = mosaic.Select(tokens, columns, scale, begin, end, tagged, 1, 4, False)
+    shared = np.full(mosaic.WARPS * facts.warp_words, _UNTOUCHED, np.int32)
     thread = mosaic.Thread(
         facts,
         lane_simulator.Words(scores.reshape(-1)),
         lane_simulator.Words(counts),
         Lane(np.int32(offset)),
-        mosaic.LocalRows(lane_simulator.Words(out.reshape(-1)), out.shape[1], 40, []),
+        mosaic.LocalRows(
+            lane_simulator.Words(out.reshape(-1)),
+            out.shape[1],
+            tokens,
+            [lane_simulator.Words(tags.reshape(-1))] if tagged else [],
+        ),
         lane_simulator.Words(shared),
     )
-    thread._select_paired(Lane(np.int32(start)), Lane(np.int32(stop)))
+    thread._select_narrow(Lane(np.int32(start)), Lane(np.int32(stop)))
 
     want = oracle.select(scores, counts, begin, end, index_scale=scale, index_offset=offset)
-    left = {(token, head) for token, head, _ in passed_on}
-    assert len(left) == len(passed_on)
-    assert left or stop - start < 16
-    columns_below = np.clip((np.clip(counts, 0, 8192) - offset + 1) // 2, 0, columns)
-    for token, _, stop_column in passed_on:
-        assert start <= token < stop and stop_column == columns_below[token]
-    stored = 0
-    for token, head in np.ndindex(42, 4):
-        if start <= token < stop and (token, head) not in left:
-            np.testing.assert_array_equal(out[head, token], want[head, token])
-            stored += 1
-        else:
-            assert (out[head, token] == _UNTOUCHED).all()
-    assert stored > len(left)
-
-
-def _load_four(place: lane_simulator.Words, inside: Lane) -> list[Lane]:
-    with lane_simulator._when(inside):
-        return [(place + i).load(np.float32) for i in range(4)]
-
-
-def _put_if(
-    shared: Array,
-    value: Lane,
-    bar: Lane,
-    place: Lane,
-    end: Lane,
-    found: tuple[Lane, Lane],
-    step: Lane,
-) -> Lane:
-    wins = (value >= bar) & place.ne(end)
-    for i, word in enumerate(found):
-        with lane_simulator._when(wins):
-            lane_simulator.Words(shared, place.value // 4 + 16 * i).store(word)
-    return lane_simulator._where(wins, place + step, place)
+    found = out[..., 0] if tagged else out
+    np.testing.assert_array_equal(found[:, start:stop], want[:, start:stop, :words])
+    assert (np.delete(out, slice(start, stop), axis=1) == _UNTOUCHED).all()
+    if tagged:
+        carried = np.broadcast_to(tags[:, start:stop, None], found[:, start:stop].shape)
+        np.testing.assert_array_equal(out[:, start:stop, :, 1], carried)

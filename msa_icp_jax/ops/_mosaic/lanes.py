@@ -167,6 +167,11 @@ def maximum(a: Lane, b: Lane | float) -> Lane:
     return a._binary(b, arith.maxsi, arith.maxnumf)
 
 
+def minimum_or_nan(a: Lane, b: Lane) -> Lane:
+    """The smaller one of two floats; NaN is the smallest."""
+    return Lane(arith.minimumf(a.value, b.value))
+
+
 def clip(x: Lane, low: Lane | int, high: Lane | int) -> Lane:
     return minimum(maximum(x, low), high)
 
@@ -178,6 +183,11 @@ def popcount(x: Lane) -> Lane:
 def lowest_bit(x: Lane) -> Lane:
     """Position of the lowest set bit of x, which is not 0."""
     return Lane(math.cttz(x.value))
+
+
+def low_bits(number: Lane) -> Lane:
+    """The `number` lowest bits: none if it is negative, all of them from 32 on."""
+    return ptx("bmsk.clamp.b32 $0, 0, $1;", maximum(number, 0), result=i32(), pure=True)
 
 
 def ptx(
@@ -217,6 +227,15 @@ def which_reach(values: Sequence[Lane], bar: Lane) -> Lane:
     return mask
 
 
+def which_pass(values: Sequence[Lane], bar: Lane) -> Lane:
+    """Bit i: whether float value i is above `bar`, which is not NaN; at most 32 values."""
+    bar = bar + 0.0  # no difference of zeros is negative then
+    mask = int32(0)
+    for value in reversed(values):
+        mask = (mask << 1) | is_negative(bar - value)
+    return mask
+
+
 def _next_below(x: Lane) -> Lane:
     """The largest float below a float that is neither NaN nor -inf."""
     bits = where(x.eq(0.0), constant(0.0, f32()), x).bits(i32())
@@ -250,6 +269,12 @@ def warp_ballot(condition: Lane) -> Lane:
     """Bit l: lane l's predicate."""
     text = f"vote.sync.ballot.b32 $0, $1, {ALL_LANES};"
     return ptx(text, condition, result=i32(), collective=True)
+
+
+def warp_any(condition: Lane) -> Lane:
+    """Whether some lane's predicate holds."""
+    text = f"vote.sync.any.pred $0, $1, {ALL_LANES};"
+    return ptx(text, condition, result=i1(), collective=True)
 
 
 def warp_min(x: Lane) -> Lane:
@@ -420,6 +445,23 @@ class Words:
                 llvm.AtomicBinOp.add, self.pointer, value.value, llvm.AtomicOrdering.monotonic
             )
         )
+
+
+def copy_four(place: Words, source: Words, wanted: Lane) -> None:
+    """Starts copying 16 aligned bytes from global to shared memory where they are wanted."""
+    text = "@$2 cp.async.cg.shared.global [$0], [$1], 16;"
+    ptx(text, Lane(place.pointer), Lane(source.pointer), wanted)
+
+
+def copy_one(place: Words, source: Words) -> None:
+    """Starts copying an element from global to shared memory."""
+    text = "cp.async.ca.shared.global [$0], [$1], 4;"
+    ptx(text, Lane(place.pointer), Lane(source.pointer))
+
+
+def await_copies() -> None:
+    """Waits for this thread's copies; others see them after a barrier."""
+    ptx("cp.async.wait_all;")
 
 
 def _bytes(of: ir.Type) -> int:

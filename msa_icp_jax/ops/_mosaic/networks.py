@@ -1,4 +1,4 @@
-"""Sorting networks on lists of floats in a thread's registers, largest first."""
+"""Sorting networks on lists of floats in a thread's registers, largest first and NaN last."""
 
 from __future__ import annotations
 
@@ -41,4 +41,4 @@ def descending_of_bitonic(values: list[Lane]) -> list[Lane]:
 def _exchange(values: list[Lane], i: int, j: int) -> None:
     """Puts the larger value first."""
     a, b = values[i], values[j]
-    values[i], values[j] = lanes.maximum(a, b), lanes.minimum(a, b)
+    values[i], values[j] = lanes.maximum(a, b), lanes.minimum_or_nan(a, b)

@@ -1,11 +1,17 @@
-"""Top16 of sixteen short rows at once: two lanes a row, in registers.
+"""Top16 of sixteen narrow rows at once: two lanes a row.
 
-The first lane of a row has the lower half of its columns, the second lane the upper half. Each
-keeps the 16 largest values that it has met, in order, by sorting networks; joined they give the
-row's 16th largest, the *bar*. The columns that reach it are the answer if there are exactly 16 of
-them, however the bar came about; otherwise (scores that tie at the bar, NaN in the network) the
-caller has to take another way. The first lane puts its winners in places 0, 1, .. of the row, the
-second lane in places 15, 14, .., so that neither needs to know the other's number.
+A warp copies its rows' candidates to shared memory, where each lane has one half of a row. A lane
+keeps the 16 largest values of its half, in order, by sorting networks; joined with those of the
+other lane they give the row's 16th largest, the *bar*. Columns above the bar win, and of those
+equal to it as many as there are places left, the lower lane's first.
+
+Of rows that may be longer than 64 columns not all is sorted. The 16th largest of 32 maxima, each of
+a class of columns, is a bar that at least 16 columns reach. Those (about 22 of random scores) are
+listed, and the list's 16th largest is the row's. Where more than 32 reach it (scores that tie), or
+where that bar is -inf, all is sorted after all.
+
+Forced columns have +inf for a score while bars are looked for, and what is no candidate -inf; NaN
+sorts below everything else.
 """
 
 from __future__ import annotations
@@ -14,35 +20,35 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from msa_icp_jax.geometry import TOPK
+from msa_icp_jax.geometry import TOPK, cdiv
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, f32, i32, int32, where
 from msa_icp_jax.ops._mosaic.networks import best_half, descending, descending_of_bitonic
-from msa_icp_jax.rows import NEG_INF_WORD, NO_BLOCK
+from msa_icp_jax.rows import NEG_INF_WORD, NO_BLOCK, READY, ROW_WORDS
 
-ROWS = 16  # of a warp
+TOKENS = 4  # of a warp
+ROWS = 4 * TOKENS
 CAPACITY = 256  # columns; longer rows are better off with a warp of their own
+_SORTED = 64  # columns of a plane up to which all is sorted
+_LISTED = 32  # columns that a row's list has room for
 _CHUNK = 16  # columns that a lane looks at together
-_VECTOR = 4  # neighbouring columns of a load
+_PIECE = 2 * _CHUNK  # columns of a row that are copied together
+_VECTOR = 4  # neighbouring columns that a lane copies
 _WARP = 32
 _INF = float("inf")
 
-# Shared memory of a warp, in words.
-_PITCH = 2 * TOPK + 1  # from one row found to the next: in different banks
-_FOUND_AT = 4  # the place before the first row's may be written
-_TILE_AT = _FOUND_AT + ROWS * _PITCH + 4  # 4 words to spare; 16-byte aligned, as vectors must be
-_TILE_PITCH = _CHUNK + _VECTOR
-WARP_WORDS = _TILE_AT + _WARP * _TILE_PITCH
+# Shared memory of a warp, in words: rows found, and before that the lists; then the lanes' halves.
+_HALVES_AT = ROWS * ROW_WORDS
 
 
-def place_of(row: Lane, index: Lane, lower: Lane) -> Lane:
-    """Where in the warp's shared memory word `index` (0 to 31) of a row lies.
+def warp_words(columns: int) -> int:
+    """Words of shared memory of a warp; a word of a mask may reach past the last half."""
+    return _HALVES_AT + _WARP * _pitch(columns) + _CHUNK
 
-    `lower`: how many places the row's first lane filled.
-    """
-    place = index & (TOPK - 1)
-    mirrored = lower + (TOPK - 1) - place
-    return where(place < lower, place, mirrored) + (index & TOPK) + (row * _PITCH + _FOUND_AT)
+
+def _pitch(columns: int) -> int:
+    """Words from one lane's half to the next: their vectors lie in different banks."""
+    return cdiv(columns, _PIECE) * _CHUNK + _VECTOR
 
 
 @dataclasses.dataclass
@@ -52,59 +58,35 @@ class Rows:
     Attributes:
       scores: the first of the 16 rows; rows are 16-byte aligned.
       columns: columns of a row, a multiple of 4, at most `CAPACITY`.
-      front, back: columns below front and from back on win.
-      stop: columns [0, stop) are candidates.
+      first, front, back, stop, need: `long_rows.Bounds` of this lane's row; the same for the four
+        rows of a token.
       ids: (scale, offset): column c has block id scale c + offset.
       lane: this lane of the warp.
-      shared: the warp's shared memory, `WARP_WORDS` words.
+      shared: the warp's shared memory, `warp_words` words.
     """
 
     scores: Words
     columns: int
+    first: Lane
     front: Lane
     back: Lane
     stop: Lane
+    need: Lane
     ids: tuple[int, Lane]
     lane: Lane
     shared: Words
 
-    def find_top16(self) -> tuple[Lane, Lane]:
-        """Leaves the words and ids of each row's best 16 in shared memory, see `place_of`.
-
-        Returns:
-          Whether the answer is good for this lane's row, and how many places the row's first lane
-          filled.
-        """
-        few = self.stop <= TOPK  # then all of them win
-        rows = dataclasses.replace(self, front=where(few, self.stop, self.front))
-        own = (self.stop + (2 * _CHUNK - 1)) >> (2 * _CHUNK).bit_length() - 1
-        first = self._side * own * _CHUNK
-        chunks = lanes.warp_max(own)
-
-        def column(i: Lane) -> Lane:
-            """Of this lane's i-th chunk; lanes load together, so some go on past their last."""
-            return where(i < own, first + i * _CHUNK, self.stop)
-
-        def entries(i: Lane) -> tuple[list[Lane], list[Lane], list[Lane]]:
-            words, values = rows._load(column(i))
-            scale, offset = self.ids
-            block = lanes.fresh(column(i) * scale + offset)
-            return words, values, [block + j * scale for j in range(_CHUNK)]
-
-        bar = _sixteenth_largest(lambda i: rows._load(column(i))[1], chunks)
-        bar = where(few | bar.eq(-_INF), _inf(), bar)
-        number, other = rows._put_winners(entries, chunks, bar)
-        start = self._row_found
-
-        def fill_tail(place: Lane) -> list[Lane]:
-            (start + place).store(int32(NEG_INF_WORD))
-            (start + (place + TOPK)).store(int32(NO_BLOCK))
-            return []
-
-        with lanes.when(few & self._side.eq(0)):
-            lanes.loop(number, int32(TOPK) - other, 1, [], fill_tail)
-        good = (number + other).eq(lanes.minimum(self.stop, TOPK))
-        return good, where(self._side.eq(0), number, other)
+    def find_top16(self) -> None:
+        """Leaves the candidate rows in shared memory, [head, token, 33]."""
+        self._copy()
+        self._mark()
+        lanes.warp_barrier()
+        bar = self._sixteenth_largest()
+        lanes.warp_barrier()  # before rows come where the lists were
+        self._put_forced()
+        self._put_winners(bar)
+        lanes.await_copies()
+        lanes.warp_barrier()
 
     @property
     def _side(self) -> Lane:
@@ -112,114 +94,268 @@ class Rows:
         return self.lane & 1
 
     @property
-    def _row_found(self) -> Words:
-        """Place 0 of this lane's row."""
-        return self.shared + ((self.lane >> 1) * _PITCH + _FOUND_AT)
+    def _pitch(self) -> int:
+        return _pitch(self.columns)
 
-    def _load(self, column: Lane) -> tuple[list[Lane], list[Lane]]:
-        """The 16 scores at `column`, and the same with forced ones +inf, past the end -inf.
+    @property
+    def _chunks(self) -> Lane:
+        """Chunks of a half of this lane's row, at least one."""
+        return lanes.maximum((self.stop + (_PIECE - 1)) >> _PIECE.bit_length() - 1, 1)
 
-        The lanes load for one another, four lanes 64 neighbouring bytes. In one word a lane tells
-        the others what it wants: in 24 bits where its columns begin, counted from the first of the
-        16 rows (less than 16 x 256), and above them how many it wants, 0 to 16.
-        """
-        lane = lanes.fresh(self.lane)  # else all that follows from it would be held in registers
-        left = lanes.clip(self.stop - column, 0, _CHUNK)
-        wanted = ((lane >> 1) * self.columns + column) | (left << 24)
-        quarter = (lane & 3) * _VECTOR
-        tile = self.shared + _TILE_AT
-        source = lane >> 2
-        loaded = []
-        for i in range(0, _WARP, 8):
-            of = lanes.warp_from(wanted, source + i)
-            inside = quarter < (of >> 24)
-            loaded.append(_load_four(self.scores + ((of & 0xFFFFFF) + quarter), inside))
-        for i, values in enumerate(loaded):
-            (tile + ((source + 8 * i) * _TILE_PITCH + quarter)).store_vector(values)
+    @property
+    def _begin(self) -> Lane:
+        """First column of this lane's half."""
+        return self._side * self._chunks * _CHUNK
+
+    @property
+    def _half(self) -> Words:
+        """This lane's half of its row."""
+        return self.shared + (self.lane * self._pitch + _HALVES_AT)
+
+    @property
+    def _found(self) -> Words:
+        """Where the candidate row of this lane's row comes."""
+        row = self.lane >> 1
+        return self.shared + ((row & 3) * TOKENS + (row >> 2)) * ROW_WORDS
+
+    def _place(self, row: Lane, chunks: Lane, column: Lane) -> Words:
+        """Where a column of a row lies whose halves have so many chunks."""
+        half = chunks * _CHUNK
+        beside = where(column >= half, int32(self._pitch) - half, 0)
+        return self.shared + (row * (2 * self._pitch) + column + beside + _HALVES_AT)
+
+    def _copy(self) -> None:
+        """Copies the candidates' columns, 32 of four rows together; -inf follows them."""
+        head, quad = self.lane >> 3, (self.lane & 7) * _VECTOR
+        lowest = [_constant(-_INF)] * _VECTOR
+        for token in range(TOKENS):
+            stop, chunks = (lanes.warp_from(x, 8 * token) for x in (self.stop, self._chunks))
+            row = head + 4 * token
+
+            def one_piece(
+                piece: Lane, stop: Lane = stop, chunks: Lane = chunks, row: Lane = row
+            ) -> list[Lane]:
+                column = piece * _PIECE + quad
+                place = self._place(row, chunks, column)
+                source = self.scores + (row * self.columns + column)
+                lanes.copy_four(place, source, column < stop)
+                with lanes.when(column >= stop):
+                    place.store_vector(lowest)
+                return []
+
+            lanes.loop(int32(0), chunks, 1, [], one_piece)
+        lanes.await_copies()
         lanes.warp_barrier()
-        mine = tile + lane * _TILE_PITCH
-        raw: list[Lane] = []
-        for i in range(0, _CHUNK, _VECTOR):
-            raw += (mine + i).load_vector(f32(), _VECTOR)
-        lanes.warp_barrier()  # before the tile is used again
 
-        def masked() -> list[Lane]:
-            front, back, stop = (
-                lanes.fresh(x - column) for x in (self.front, self.back, self.stop)
+    def _mark(self) -> None:
+        """Marks what is forced, and what is no candidate before the first and beside the last."""
+        upper = self._side.ne(0)
+        row, chunks = self.lane >> 1, self._chunks
+
+        def fill(start: Lane, stop: Lane, value: float) -> None:
+            def one(column: Lane) -> list[Lane]:
+                self._place(row, chunks, column).store(_constant(value))
+                return []
+
+            lanes.loop(start, stop, 1, [], one)
+
+        last = (self.stop + (_VECTOR - 1)) & -_VECTOR
+        fill(where(upper, self.stop, 0), where(upper, last, self.first), -_INF)
+        fill(*self._forced(), _INF)
+
+    def _forced(self) -> tuple[Lane, Lane]:
+        """The forced columns that this lane sees to: those at the start, or those at the end."""
+        upper = self._side.ne(0)
+        return where(upper, self.back, self.first), where(upper, self.stop, self.front)
+
+    # ---- the bar ----
+
+    def _sixteenth_largest(self) -> Lane:
+        """The 16th largest of the row, -inf where that is NaN."""
+        if self.columns <= _SORTED:
+            return self._join(self._sorted_half())
+
+        def one_chunk(i: Lane, *best: Lane) -> list[Lane]:
+            return [lanes.maximum(a, b) for a, b in zip(best, self._load(i), strict=True)]
+
+        classes = lanes.loop(int32(1), self._chunks, 1, self._load(int32(0)), one_chunk)
+        bar = self._join(descending(list(classes)))
+        masks = self._reach(bar, int32(0), self.stop)
+        number = _number(masks)
+        many = (number + lanes.warp_xor(number, 1) > _LISTED) | bar.eq(-_INF)
+        return self._join(
+            lanes.choose(
+                lanes.warp_any(many),
+                [f32()] * TOPK,
+                self._sorted_half,
+                lambda: self._sorted_list(masks),
             )
-            values = []
-            for j, value in enumerate(raw):
-                value = where(back > j, value, where(stop > j, _inf(), -_INF))
-                values.append(where(front > j, _INF, value))
-            return values
+        )
 
-        plain = (column >= self.front) & (column + _CHUNK <= self.back)
-        return raw, list(lanes.choose(plain, [f32()] * _CHUNK, lambda: raw, masked))
+    def _join(self, best: list[Lane] | tuple[Lane, ...]) -> Lane:
+        """The 16th largest of what both lanes of a row have: descending lists of 16."""
+        others = [lanes.warp_xor(x.bits(i32()), 1).bits(f32()) for x in best]
+        least = functools.reduce(lanes.minimum_or_nan, best_half(list(best), others))
+        return lanes.maximum(least, -_INF)
 
-    def _put_winners(
-        self, load: Callable[[Lane], tuple[list[Lane], ...]], chunks: Lane, bar: Lane
-    ) -> tuple[Lane, Lane]:
-        """Puts what reaches the bar in its places; how much that is of this lane, of the other.
+    def _sorted_half(self) -> list[Lane]:
+        """The 16 largest of this lane's half, descending."""
 
-        More than 16 are one too many: the places after the 17th are left alone.
+        def one_chunk(i: Lane, *best: Lane) -> list[Lane]:
+            return descending_of_bitonic(best_half(list(best), descending(self._load(i))))
 
-        Args:
-          load: words, values and ids of a chunk.
-          chunks: how many there are.
-          bar: see above.
+        first = descending(self._load(int32(0)))
+        return list(lanes.loop(int32(1), self._chunks, 1, first, one_chunk))
+
+    def _sorted_list(self, masks: list[Lane]) -> list[Lane]:
+        """This lane's part of the list of what the masks of both lanes say, descending.
+
+        Entry k of row r is word 16 k + r. The first lane writes entries 0, 1, .., the second 31,
+        30, ..; then the first reads entries 0 to 15, the second those from 16 on.
         """
-        step = int32(4) - self._side * 8  # bytes from one place to the next
-        first = _address(self._row_found + self._side * (TOPK - 1))
-        end = first + step * (TOPK + 1)
+        for i in range(0, _LISTED * ROWS, _WARP * _VECTOR):
+            place = self.shared + (self.lane * _VECTOR + i)
+            place.store_vector([_constant(-_INF)] * _VECTOR)
+        lanes.warp_barrier()
+        row = self.lane >> 1
+        entry = self._side * ((_LISTED - 1) * ROWS) + row
+        step = int32(ROWS) - self._side * (2 * ROWS)
+        for word, mask in enumerate(masks):
 
-        def one_chunk(i: Lane, place: Lane) -> list[Lane]:
-            for word, value, block in zip(*load(i), strict=True):
-                place = _put_if(value, bar, place, end, (word, block), step)
-            return [place]
+            def put(left: Lane, entry: Lane, word: int = word) -> list[Lane]:
+                column = lanes.lowest_bit(left) + word * _WARP
+                (self.shared + entry).store((self._half + column).load(f32()))
+                return [left & (left - 1), entry + step]
 
-        (place,) = lanes.loop(int32(0), chunks, 1, [first], one_chunk)
-        number = where(self._side.eq(0), place - first, first - place) >> 2
-        return number, lanes.warp_xor(number, 1)
+            _, entry = lanes.repeat_while([mask, entry], lambda left, _: left.ne(0), put)
+        lanes.warp_barrier()
+        mine = self.shared + (self._side * (TOPK * ROWS) + row)
+        return descending([(mine + i * ROWS).load(f32()) for i in range(TOPK)])
+
+    def _load(self, chunk: Lane) -> list[Lane]:
+        """16 neighbouring values of this lane's half."""
+        return self._values(chunk * _CHUNK, _CHUNK)
+
+    def _values(self, at: Lane | int, count: int) -> list[Lane]:
+        place = self._half + at
+        return [
+            x for i in range(0, count, _VECTOR) for x in (place + i).load_vector(f32(), _VECTOR)
+        ]
+
+    # ---- winners ----
+
+    def _reach(self, bar: Lane, start: Lane, stop: Lane) -> list[Lane]:
+        """Words of a mask: which columns of this lane's half and of [start, stop) reach the bar.
+
+        All of them do if it is -inf.
+        """
+        all_do = where(bar.eq(-_INF), int32(-1), 0)
+        masks = self._masks(lambda values: lanes.which_reach(values, bar) | all_do)
+        return self._within(masks, start, stop)
+
+    def _masks(self, which: Callable[[list[Lane]], Lane]) -> list[Lane]:
+        """`which` of 32 values each of this lane's half; anything past its end."""
+        masks: list[Lane] = []
+        for word in range(cdiv(cdiv(self.columns, _PIECE) * _CHUNK, _WARP)):
+
+            def some(word: int = word) -> list[Lane]:
+                return [which(self._values(word * _WARP, _WARP))]
+
+            there = self._chunks > 2 * word
+            masks += lanes.choose(there, [i32()], some, lambda: [int32(0)]) if word else some()
+        return masks
+
+    def _within(self, masks: list[Lane], start: Lane, stop: Lane) -> list[Lane]:
+        """The bits of columns [start, stop)."""
+        begin = self._begin
+        end = lanes.minimum(stop - begin, self._chunks * _CHUNK)
+        return [
+            mask
+            & lanes.low_bits(end - word * _WARP)
+            & ~lanes.low_bits(start - begin - word * _WARP)
+            for word, mask in enumerate(masks)
+        ]
+
+    def _put_winners(self, bar: Lane) -> None:
+        """Puts the open columns that win in their places."""
+        reach = self._reach(bar, self.front, self.back)
+        number = _number(reach)
+        tied = number + lanes.warp_xor(number, 1) > self.need
+        masks = lanes.choose(
+            lanes.warp_any(tied),
+            [i32()] * len(reach),
+            lambda: self._without_last_ties(reach, bar),
+            lambda: reach,
+        )
+        lower = lanes.warp_xor(_number(masks), 1)
+        place = self.front - self.first + where(self._side.eq(0), 0, lower)
+        for word, mask in enumerate(masks):
+
+            def put(left: Lane, place: Lane, word: int = word) -> list[Lane]:
+                column = lanes.lowest_bit(left) + word * _WARP
+                self._put(place, (self._half + column).load(), self._begin + column)
+                return [left & (left - 1), place + 1]
+
+            _, place = lanes.repeat_while([mask, place], lambda left, _: left.ne(0), put)
+
+    def _without_last_ties(self, reach: list[Lane], bar: Lane) -> list[Lane]:
+        """Of those equal to the bar, only as many as there are places left."""
+        above = self._masks(lambda values: lanes.which_pass(values, bar))
+        above = [x & y for x, y in zip(above, reach, strict=True)]
+        equal = [x & ~y for x, y in zip(reach, above, strict=True)]
+        number = _number(above)
+        left = self.need - number - lanes.warp_xor(number, 1)
+        lower = lanes.warp_xor(_number(equal), 1)
+        left = left - where(self._side.eq(0), 0, lower)
+        kept = []
+        for x, y in zip(above, equal, strict=True):
+
+            def keep(mask: Lane, rest: Lane, left: Lane) -> list[Lane]:
+                after = rest & (rest - 1)
+                return [mask | (rest ^ after), after, left - 1]
+
+            mask, _, left = lanes.repeat_while(
+                [x, y, left], lambda _, rest, left: rest.ne(0) & (left > 0), keep
+            )
+            kept.append(mask)
+        return kept
+
+    def _put(self, place: Lane, word: Lane, column: Lane) -> None:
+        """Puts a score's bits and a block's id in a place of the row."""
+        scale, offset = self.ids
+        (self._found + place).store(word)
+        (self._found + (place + TOPK)).store(column * scale + offset)
+
+    def _put_forced(self) -> None:
+        """Puts forced columns, the tail and the flag in their places; scores come by themselves."""
+        found, upper = self._found, self._side.ne(0)
+        start, stop = self._forced()
+        number = self.front - self.first + self.need + self.stop - self.back
+        before = where(upper, number - self.stop, int32(0) - self.first)
+        row = self.scores + (self.lane >> 1) * self.columns
+        scale, offset = self.ids
+
+        def one(column: Lane) -> list[Lane]:
+            place = column + before
+            lanes.copy_one(found + place, row + column)
+            (found + (place + TOPK)).store(column * scale + offset)
+            return []
+
+        def nothing(place: Lane) -> list[Lane]:
+            (found + place).store(int32(NEG_INF_WORD))
+            (found + (place + TOPK)).store(int32(NO_BLOCK))
+            return []
+
+        lanes.loop(start, stop, 1, [], one)
+        lanes.loop(where(upper, number, TOPK), int32(TOPK), 1, [], nothing)
+        with lanes.when(upper):
+            (found + 2 * TOPK).store(int32(READY))
 
 
-def _load_four(place: Words, inside: Lane) -> list[Lane]:
-    """Four neighbouring scores, anything where they are not `inside`."""
-    text = "@$5 ld.global.v4.f32 {$0, $1, $2, $3}, [$4];"
-    return list(lanes.ptx(text, Lane(place.pointer), inside, result=[f32()] * _VECTOR))
+def _number(masks: list[Lane] | tuple[Lane, ...]) -> Lane:
+    """Bits that are set."""
+    return functools.reduce(lambda a, b: a + b, (lanes.popcount(x) for x in masks))
 
 
-def _put_if(
-    value: Lane, bar: Lane, place: Lane, end: Lane, found: tuple[Lane, Lane], step: Lane
-) -> Lane:
-    """Puts a word and an id in a place unless the value is below the bar or the place is the end.
-
-    Returns the next place, `step` bytes further on if this one was taken.
-    """
-    text = f"""{{ .reg .pred wins;
-        setp.ge.f32 wins, $2, $3;
-        setp.ne.and.s32 wins, $1, $4, wins;
-        @wins st.shared.f32 [$1], $5;
-        @wins st.shared.s32 [$1 + {4 * TOPK}], $6;
-        mov.b32 $0, $1;
-        @wins add.s32 $0, $1, $7; }}"""
-    return lanes.ptx(text, place, value, bar, end, *found, step, result=i32())
-
-
-def _inf() -> Lane:
-    return lanes.constant(_INF, f32())
-
-
-def _address(place: Words) -> Lane:
-    """A place in shared memory as a number."""
-    return lanes.ptx("mov.b32 $0, $1;", Lane(place.pointer), result=i32())
-
-
-def _sixteenth_largest(load: Callable[[Lane], list[Lane]], chunks: Lane) -> Lane:
-    """The 16th largest of what the two lanes of a row load; each gets it."""
-
-    def one_chunk(i: Lane, *best: Lane) -> list[Lane]:
-        return descending_of_bitonic(best_half(list(best), descending(load(i))))
-
-    best = list(lanes.loop(int32(1), chunks, 1, descending(load(int32(0))), one_chunk))
-    others = [lanes.warp_xor(x.bits(i32()), 1).bits(f32()) for x in best]
-    return functools.reduce(lanes.minimum, best_half(best, others))
+def _constant(value: float) -> Lane:
+    return lanes.constant(value, f32())

@@ -12,7 +12,7 @@ where each can have an SM of its own.
    which each warp takes the sixteen rows of four tokens at once (`paired_rows`).
 
 Ways 3 and 4 take rows together only where those are 16-byte aligned. A single row, and one that
-they leave open (scores that tie for the last place, say), is selected by its warp, or by the four
+way 3 leaves open (scores that tie for the last place, say), is selected by its warp, or by the four
 that share it, in the way for rows of any length and scores (`long_rows`).
 
 With few tokens the way is *direct*: which row is whose is known at once, so a team reads the row's
@@ -64,8 +64,7 @@ _WARP_COLUMNS = 2048  # what one warp can hold of a row: 64 registers a lane
 _QUICK_COLUMNS = 2048  # up to here one warp is as quick as four
 _CTAS_PER_SM = 5  # that fit where a warp takes a row
 _WARP = 32
-_PAIRED_TOKENS = paired_rows.ROWS // NUM_HEADS  # that a warp takes at a time
-_CTA_TOKENS = _PAIRED_TOKENS * WARPS
+_CTA_TOKENS = paired_rows.TOKENS * WARPS  # of a narrow plane that are taken together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,20 +98,20 @@ class Select:
         return self.tokens * NUM_HEADS
 
     @property
-    def paired(self) -> bool:
+    def narrow(self) -> bool:
         """Whether a warp takes four tokens at a time."""
-        narrow = self.columns <= paired_rows.CAPACITY and long_rows.vector_of(self.columns) > 1
-        return narrow and self.team == 1 and not self.direct
+        fits = self.columns <= paired_rows.CAPACITY and long_rows.vector_of(self.columns) > 1
+        return fits and self.team == 1 and not self.direct
 
     @property
     def takes_short(self) -> bool:
         """Whether four short rows are selected at once."""
-        return self.team == 1 and long_rows.vector_of(self.columns) > 1 and not self.paired
+        return self.team == 1 and long_rows.vector_of(self.columns) > 1 and not self.narrow
 
     @property
     def warp_words(self) -> int:
         """Words of shared memory of a warp."""
-        return max(TEAM_WORDS, paired_rows.WARP_WORDS) if self.paired else TEAM_WORDS
+        return paired_rows.warp_words(self.columns) if self.narrow else TEAM_WORDS
 
 
 def select_rows(
@@ -499,7 +498,7 @@ class LocalRows:
 
     def store_words(self, token: Lane, head: Lane, words: Sequence[tuple[Lane, Lane]]) -> None:
         """Stores (place, word) of a row, with their tag where rows are tagged."""
-        target = self._target(token, head)
+        target = self.first_word(token, head)
         if self.tags:
             tag = (self.tags[0] + (head * self.tokens + token)).load()
         for place, word in words:
@@ -511,9 +510,9 @@ class LocalRows:
     def store_flag(self, token: Lane, head: Lane) -> None:
         """Stores the flag of a row unless rows are tagged."""
         if not self.tags:
-            (self._target(token, head) + 2 * TOPK).store(int32(READY))
+            (self.first_word(token, head) + 2 * TOPK).store(int32(READY))
 
-    def _target(self, token: Lane, head: Lane) -> Words:
+    def first_word(self, token: Lane, head: Lane) -> Words:
         """The first word of a row."""
         row = head.to_i64() * self.capacity + token.to_i64()
         return self.rows + row * (2 * TAGGED_WORDS if self.tags else ROW_WORDS)
@@ -538,7 +537,7 @@ class Thread:
     def select(self, cta: Lane) -> None:
         """Selects the share of a CTA."""
         if self.facts.team == 1:
-            select = self._select_paired if self.facts.paired else self._select_tokens
+            select = self._select_narrow if self.facts.narrow else self._select_tokens
             select(*share_out(cta, self.facts.tokens, self.facts.ctas))
             return
 
@@ -593,92 +592,55 @@ class Thread:
         inside.shared = Words(lanes.fresh(Lane(self.shared.pointer)).value)
         return inside
 
-    def _select_paired(self, start: Lane, stop: Lane) -> None:
-        """Rows of tokens [start, stop): a warp four tokens, or a head where not all are regular."""
+    def _select_narrow(self, start: Lane, stop: Lane) -> None:
+        """Rows of tokens [start, stop), a warp four tokens at a time."""
 
-        def up_to_32(first: Lane) -> list[Lane]:
-            (count,) = lanes.choose(
-                first + self.lane < stop,
-                [i32()],
-                lambda: [(self.counts + (first + self.lane)).load()],
-                lambda: [int32(0)],
-            )
-            irregular = lanes.warp_ballot((first + self.lane < stop) & self._is_irregular(count))
-            last = lanes.minimum(first + _WARP, stop)
+        def four_tokens(base: Lane) -> list[Lane]:
+            self._in_loop()._select_sixteen(base, stop)
+            return []
 
-            def count_of(token: Lane) -> Lane:
-                return lanes.warp_from(count, token - first)
+        first = start + self.warp * paired_rows.TOKENS
+        lanes.loop(first, stop, _CTA_TOKENS, [], four_tokens)
 
-            def step(token: Lane) -> list[Lane]:
-                together = ((irregular >> (token - first)) & ((1 << _CTA_TOKENS) - 1)).eq(0)
-                base = where(together, token + self.warp * _PAIRED_TOKENS, token)
-
-                def four_tokens() -> list[Lane]:
-                    mine = base + (self.lane >> 3)
-                    live = mine < last
-                    return [self._in_loop()._select_sixteen(base, count_of(mine), live)]
-
-                # Bit 2 r: row r = 4 (token - base) + head is still to be selected.
-                one = int32(1) << (self.warp * 2)
-                (left,) = lanes.choose(together, [i32()], four_tokens, lambda: [one])
-
-                def one_row(left: Lane) -> list[Lane]:
-                    row = lanes.lowest_bit(left) >> 1
-                    mine = base + (row >> 2)
-                    self._in_loop()._select_row(mine, row & 3, self._bounds(count_of(mine)))
-                    return [left & (left - 1)]
-
-                lanes.repeat_while([left], lambda left: left.ne(0), one_row)
-                return [token + where(together, int32(_CTA_TOKENS), int32(1))]
-
-            lanes.repeat_while([first], lambda token: token < last, step)
-            return [first + _WARP]
-
-        lanes.repeat_while([start], lambda first: first < stop, up_to_32)
-
-    def _is_irregular(self, count: Lane) -> Lane:
-        """Whether a token's candidates do not begin at column 0: the offset is none of a shard."""
-        return self._bounds(count).first.ne(0)
-
-    def _select_sixteen(self, base: Lane, count: Lane, live: Lane) -> Lane:
-        """Selects the rows of four tokens from `base` on in this warp.
-
-        Args:
-          base: the first token.
-          count: visible blocks of this lane's token, base + lane // 8.
-          live: whether that token is one to select.
-
-        Returns:
-          Bit 2 r: row r, of token base + r // 4 and head r % 4, is left to be selected otherwise.
-        """
-        bounds = self._bounds(count)
+    def _select_sixteen(self, base: Lane, stop: Lane) -> None:
+        """Selects the rows of up to four tokens, from `base` on but below `stop`, in this warp."""
+        token = base + (self.lane >> 3)
+        live = token < stop
+        (count,) = lanes.choose(
+            live, [i32()], lambda: [(self.counts + token).load()], lambda: [int32(0)]
+        )
+        bounds = {name: where(live, x, 0) for name, x in vars(self._bounds(count)).items()}
         first_row = base.to_i64() * NUM_HEADS
-        rows = paired_rows.Rows(
+        paired_rows.Rows(
+            **bounds,
             scores=self.scores + first_row * self.facts.columns,
             columns=self.facts.columns,
-            front=bounds.front,
-            back=bounds.back,
-            stop=where(live, bounds.stop, 0),
             ids=(self.facts.index_scale, self.offset),
             lane=self.lane,
             shared=self.shared,
-        )
-        good, lower = rows.find_top16()
-        done = lanes.warp_ballot(live & good)
-        lanes.warp_barrier()
-
-        def one_token(i: Lane) -> list[Lane]:
-            for head in range(NUM_HEADS):
-                row = i * NUM_HEADS + head
-                place = paired_rows.place_of(row, self.lane, lanes.warp_from(lower, row * 2))
-                word = (self.shared + place).load()
-                with lanes.when((done & (int32(1) << row * 2)).ne(0)):
-                    self._store_row(base + i, int32(head), word)
-            return []
-
-        lanes.loop(int32(0), int32(_PAIRED_TOKENS), 1, [], one_token)
+        ).find_top16()
+        self._store_sixteen(base, lanes.minimum(stop - base, paired_rows.TOKENS))
         lanes.warp_barrier()  # before the shared memory is used again
-        return lanes.warp_ballot(live) & ~done & 0x55555555
+
+    def _store_sixteen(self, base: Lane, tokens: Lane) -> None:
+        """Stores the rows that the narrow rows' way has left in shared memory."""
+        head_words = paired_rows.TOKENS * ROW_WORDS
+        for head in range(NUM_HEADS):
+            found = self.shared + head * head_words
+            if self.facts.tagged:
+
+                def one_token(i: Lane, found: Words = found, head: int = head) -> list[Lane]:
+                    word = (found + (i * ROW_WORDS + self.lane)).load()
+                    self._store_row(base + i, int32(head), word)
+                    return []
+
+                lanes.loop(int32(0), tokens, 1, [], one_token)
+                continue
+            target = self._local_rows.first_word(base, int32(head))
+            for start in range(0, head_words, _WARP):
+                word = self.lane + start
+                with lanes.when(word < tokens * ROW_WORDS):
+                    (target + word).store((found + word).load())
 
     def _select_tokens(self, start: Lane, stop: Lane) -> None:
         """Rows of tokens [start, stop): a warp a head, or a warp a token where all are short."""
