@@ -87,7 +87,7 @@ def column_scores(
     count = columns.shape[0]
     keys = _gather_rows(shard, pages).reshape(groups, count * shard.rows, HEAD_DIM)
     products = lax.dot_general(
-        query.astype(jnp.float32).reshape(groups, tokens * heads, HEAD_DIM),
+        e4m3_values(_bytes_of(query)).reshape(groups, tokens * heads, HEAD_DIM),
         keys,
         (((2,), (2,)), ((0,), (0,))),
         precision=lax.Precision.HIGHEST,
@@ -165,7 +165,7 @@ def _gather_rows(shard: Shard, pages: jax.Array) -> jax.Array:
     cache, pages = lax.optimization_barrier((shard.index_k, pages))
     start = jnp.stack([pages, jnp.full_like(pages, shard.row_offset)], axis=-1)
     gathered = lax.gather(
-        lax.bitcast_convert_type(cache, jnp.uint8),
+        _bytes_of(cache),
         start,
         lax.GatherDimensionNumbers(
             offset_dims=(2, 3), collapsed_slice_dims=(0,), start_index_map=(0, 1)
@@ -173,4 +173,24 @@ def _gather_rows(shard: Shard, pages: jax.Array) -> jax.Array:
         slice_sizes=(1, shard.rows, HEAD_DIM),
         mode=lax.GatherScatterMode.CLIP,
     )
-    return lax.bitcast_convert_type(gathered, cache.dtype).astype(jnp.float32)
+    return e4m3_values(gathered)
+
+
+def _bytes_of(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint8)
+
+
+def e4m3_values(codes: jax.Array) -> jax.Array:
+    """The float32 values of float8_e4m3fn codes, uint8 of any shape.
+
+    It stands for `astype`, because XLA makes a float8 product of one that leads to a product,
+    whatever the product's `precision` says, and Hopper's keep about 14 bits of the sum.
+
+    A code is a sign, four bits of exponent (7 is 2^0; 0: no leading one) and three of fraction, so
+    every value is an integer below 2^18 times 2^-9; 0x7F and 0xFF are NaN.
+    """
+    code = codes.astype(jnp.int32)
+    exponent, fraction = (code >> 3) & 15, code & 7
+    size = jnp.where(exponent > 0, (8 | fraction) << jnp.maximum(exponent - 1, 0), fraction)
+    value = jnp.where(code >= 0x80, -size, size).astype(jnp.float32) * 2.0**-9
+    return jnp.where((code & 0x7F) == 0x7F, jnp.nan, value)

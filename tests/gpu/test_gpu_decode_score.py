@@ -15,6 +15,7 @@ import numpy as np
 import oracle
 import pytest
 
+from msa_icp_jax import msa_icp_decode_index_score_sharded
 from msa_icp_jax.ops._mosaic.launch import current_target
 from msa_icp_jax.ops.decode_score import mosaic
 
@@ -100,6 +101,32 @@ def test_sums_are_float32(world_size, page_size, make):
     queries = make(rng, (2 * len(_RAGGED), 4, 128))
     keys = make(rng, (300, shard.rows, 128))
     _check(shard, _RAGGED, 2, queries, keys, columns=160, width=157, eps=_EXACT)
+
+
+@pytest.mark.parametrize("query_len", [1, 4])
+def test_sums_of_the_plain_definition_are_float32(query_len):
+    """XLA would make fp8 products of operands that it sees converted from float8."""
+    rng = np.random.default_rng(7)
+    shard = oracle.Shard(1, 4, 128)
+    queries = inputs.normal_bytes(rng, (query_len * len(_RAGGED), 4, 128))
+    keys = inputs.normal_bytes(rng, (300, shard.rows, 128))
+    table = inputs.block_table(rng, _RAGGED, 128, 157, len(keys), bad_share=0.1)
+    before = inputs.any_bits(rng, (len(queries), 4, 160))
+    scores = msa_icp_decode_index_score_sharded(
+        inputs.fp8(queries),
+        inputs.fp8(keys),
+        jnp.asarray(table),
+        jnp.asarray(_RAGGED, jnp.int32),
+        jnp.asarray(before),
+        rank=shard.rank,
+        world_size=shard.world_size,
+        page_size=shard.page_size,
+        decode_query_len=query_len,
+        max_decode_query_len=query_len,
+        backend="xla",
+    )
+    plane = oracle.decode_plane(queries, keys, table, _RAGGED, 160, shard, query_len)
+    oracle.check_scores(np.asarray(scores), before, plane, _EXACT)
 
 
 def test_most_requests_most_columns():
