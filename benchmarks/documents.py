@@ -444,9 +444,10 @@ def _exchange_sentences(pair: Figures) -> list[str]:
     if _NONE in (alone, nccl, stores):
         return []
     return [
-        f"Between two GPUs of one host, {describe(case)}: from candidate rows to ids {nccl} us "
-        f"through NCCL, {stores} us through one-sided stores of tagged rows, of which the merge "
-        f"alone is {alone} us ([docs/scaling.md](docs/scaling.md))."
+        f"Between two GPUs of another host, {describe(case)}: from candidate rows to ids {nccl} us "
+        f"through torch's NCCL collective, {stores} us through one-sided stores of tagged rows "
+        f"(`msa_icp_torch` on its direct route), of which the merge alone is {alone} us "
+        "([docs/scaling.md](docs/scaling.md))."
     ]
 
 
@@ -468,8 +469,8 @@ def _absent(figures: Figures) -> list[str]:
 def _fit_sentences(fits: Sequence[model.Fit]) -> list[str]:
     return [
         f"Over the sweep of contexts and batches, {fit.points} points, decode's score and select "
-        f"take {fit.fixed_us:.1f} us + bytes read / {fit.rate_tbps:.2f} TB/s; the point farthest "
-        f"from that is {100 * fit.worst:+.0f} % off ([docs/scaling.md](docs/scaling.md))."
+        f"take {fit.fixed_us:.1f} us + bytes read / {fit.rate_tbps:.2f} TB/s; where that is "
+        f"farthest off, it is {fit.misfit} ([docs/scaling.md](docs/scaling.md))."
         for fit in fits
         if fit.group == "mosaic"
     ]
@@ -492,11 +493,13 @@ def _fits_table(fits: Sequence[model.Fit]) -> str:
             str(fit.points),
             f"{fit.fixed_us:.2f}",
             f"{fit.rate_tbps:.3f}",
-            f"{100 * fit.worst:+.1f} % at {fit.worst_case}",
+            fit.misfit,
         )
         for fit in fits
     ]
-    return _table(("rows", "points", "fixed, us", "rate, TB/s", "farthest point"), lines)
+    return _table(
+        ("rows", "points", "fixed, us", "rate, TB/s", "the model, where it is farthest off"), lines
+    )
 
 
 def describe(case: Decode | Prefill) -> str:

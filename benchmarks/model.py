@@ -35,6 +35,12 @@ class Fit:
         """The model's time for `size` bytes."""
         return self.fixed_us + size / self.rate_tbps / 1e6
 
+    @property
+    def misfit(self) -> str:
+        """The largest misfit in words."""
+        side = "below" if self.worst < 0 else "above"
+        return f"{abs(100 * self.worst):.0f} % {side} what was measured at {self.worst_case}"
+
 
 def fits(rows: Sequence[dict[str, Any]]) -> list[Fit]:
     """A fit of each backend's rows of a sweep, by world size and of all of them."""

@@ -74,7 +74,9 @@ def _baselines(ratios: dict[str, dict[str, float]], path: Path) -> Path:
         ax.bar_label(bars, [f"{ratio:.1f}" for _, ratio in there], padding=3, fontsize=7)
     ax.axvline(1, color="k", linestyle="--", label="the kernels")
     ax.set_yticks([at + 0.4 - height / 2 for at in range(len(cases))], cases)
+    largest = max(ratio for by_case in ratios.values() for ratio in by_case.values())
     ax.set(xscale="log", xlabel="score and select: time over that of the kernels")
+    ax.set_xlim(right=2 * largest)  # room for the numbers
     ax.invert_yaxis()
     ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=120)
@@ -153,7 +155,7 @@ def _time_panel(ax: Any, rows: list[Row]) -> None:
         return
     for name in dict.fromkeys(map(_series, rows)):
         points = sorted((_work(r), r["median_us"]) for r in rows if _series(r) == name)
-        ax.plot(*zip(*points, strict=True), "o-", label=name, markersize=4)
+        ax.plot(*zip(*points, strict=True), "o", label=name, markersize=4)
     floor = sorted((_work(r), r["floor_us"]) for r in rows)
     ax.plot(*zip(*floor, strict=True), "k--", label="floor")
     ax.set(xscale="log", yscale="log")
@@ -172,11 +174,12 @@ def _ratios(rows: list[Row], path: Path) -> Path:
     cases = [c for c in (*DECODE, *PREFILL) if c.name in best]
     figure, ax = plt.subplots(figsize=(8, 1 + 0.35 * len(cases)), constrained_layout=True)
     ratios = [best[c.name]["median_us"] / best[c.name]["floor_us"] for c in cases]
-    bars = ax.barh(range(len(cases)), ratios, color="tab:blue")
+    ax.barh(range(len(cases)), ratios, color="tab:blue")
     labels = [
         f"{ratio:.2f} ({_series(best[c.name])})" for ratio, c in zip(ratios, cases, strict=True)
     ]
-    ax.bar_label(bars, labels, padding=4, fontsize=7)
+    for at, (ratio, case, label) in enumerate(zip(ratios, cases, labels, strict=True)):
+        ax.text(max(ratio, case.target) + 0.05, at, label, va="center", fontsize=7)
     ax.plot(
         [c.target for c in cases], range(len(cases)), "k|", markersize=14, label="target, at most"
     )

@@ -126,11 +126,17 @@ def show_fits(fits: Sequence[Fit]) -> None:
             f"{fit.points}",
             f"{fit.fixed_us:.2f}",
             f"{fit.rate_tbps:.4g}",
-            f"{100 * fit.worst:+.1f} % at {fit.worst_case}",
+            fit.misfit,
         )
         for fit in fits
     ]
-    head = ("time = fixed + bytes / rate", "points", "fixed us", "rate TB/s", "worst misfit")
+    head = (
+        "time = fixed + bytes / rate",
+        "points",
+        "fixed us",
+        "rate TB/s",
+        "the model, where it is farthest off",
+    )
     _show("Fitted by least squares of the relative misfits", head, lines, text_columns=1)
 
 

@@ -388,7 +388,11 @@ class Runner:
         return {k: v for k, v in self.machine.absent.items() if not asked or k in asked}
 
     def _summary(self) -> None:
-        what = f"{len(self.rows)} rows, saved in" if self.rows else "nothing was measured for"
+        what = (
+            f"{len(self.rows)} rows, each checked before it was timed, saved in"
+            if self.rows
+            else "nothing was measured for"
+        )
         print(f"{what} {self.out}")
         for name, reason in self._absent().items():
             print(f"absent: {name} ({reason})")

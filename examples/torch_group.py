@@ -87,7 +87,7 @@ def main() -> None:
     faults = comm.errors[0].clone()
     dist.all_reduce(faults)
     if rank == 0:
-        print("all ranks agree" if faults.item() == 0 else f"{faults.item()} protocol faults")
+        print("no protocol faults" if faults.item() == 0 else f"{faults.item()} protocol faults")
     dist.destroy_process_group()
 
 
