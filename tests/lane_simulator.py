@@ -72,6 +72,7 @@ class Words:
 
     def load(self, of: type = np.int32) -> Lane:
         inside = np.where(_masks[-1], self.at, 0)
+        assert (inside >= 0).all(), "numpy would count from the end"
         return Lane(self.memory.view(np.int32)[inside].view(of))
 
     def load_vector(self, of: type, count: int) -> tuple[Lane, ...]:
@@ -79,6 +80,7 @@ class Words:
 
     def store(self, value: Lane) -> None:
         live = _masks[-1]
+        assert (self.at[live] >= 0).all(), "numpy would count from the end"
         self.memory.view(np.int32)[self.at[live]] = value.value.view(np.int32)[live]
 
     def store_vector(self, values: Sequence[Lane]) -> None:
@@ -166,6 +168,18 @@ def _mask(conditions: Sequence[Lane]) -> Lane:
     return Lane(bits.astype(np.uint32).view(np.int32))
 
 
+def _which_pass(values: Sequence[Lane], bar: Lane) -> Lane:
+    """By the signs of differences, as the machine does it; a NaN's sign is positive there."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        differences = [(bar.value + np.float32(0)) - x.value for x in values]
+    return _mask([Lane(np.signbit(x) & ~np.isnan(x)) for x in differences])
+
+
+def _which_reach(values: Sequence[Lane], bar: Lane) -> Lane:
+    low = np.nextafter(np.where(bar.value == 0, 0, bar.value), -np.inf, dtype=np.float32)
+    return _which_pass(values, Lane(low))
+
+
 def _copy(place: Words, source: Words, words: int, wanted: Lane | None = None) -> None:
     with contextlib.nullcontext() if wanted is None else _when(wanted):
         place.store_vector([(source + i).load() for i in range(words)])
@@ -192,8 +206,8 @@ def simulate(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
         maximum=_maximum,
         low_bits=_low_bits,
         popcount=_popcount,
-        which_reach=lambda values, bar: _mask([x >= bar for x in values]),
-        which_pass=lambda values, bar: _mask([x > bar for x in values]),
+        which_reach=_which_reach,
+        which_pass=_which_pass,
         copy_four=lambda place, source, wanted: _copy(place, source, 4, wanted),
         copy_one=lambda place, source: _copy(place, source, 1),
         await_copies=lambda: None,

@@ -187,7 +187,7 @@ def e4m3_values(codes: jax.Array) -> jax.Array:
     whatever the product's `precision` says, and Hopper's keep about 14 bits of the sum.
 
     A code is a sign, four bits of exponent (7 is 2^0; 0: no leading one) and three of fraction, so
-    every value is an integer below 2^18 times 2^-9; 0x7F and 0xFF are NaN.
+    every value is an integer below 2^18 times 2^-9; 0x7F and 0xFF are NaN, and -0 becomes 0.
     """
     code = codes.astype(jnp.int32)
     exponent, fraction = (code >> 3) & 15, code & 7

@@ -43,6 +43,7 @@ _WARP = 32
 _LIST_PART = 32  # entries of a list that a lane looks at together
 _CONTENDERS = LIST_ENTRIES  # most that are ranked: two a lane
 _NEG_INF_KEY = NEG_INF_WORD ^ 0x7FFFFFFF
+_FAR = 1 << 30  # an offset as good as any farther one: differences with it fit int32
 
 # Shared memory of one team, in words; entries and maxima are read 16 bytes at a time.
 WORDS_AT = 0  # the 32 words of the row to be stored
@@ -88,7 +89,7 @@ def find_bounds(
 
     Args:
       count: visible blocks, perhaps negative or too many.
-      offset: block of column 0.
+      offset: block of column 0, perhaps nonsense.
       scale: blocks from one column to the next, 1 or 2.
       columns: columns there are.
       begin, end: forced blocks at the start, and visible ones at the end.
@@ -99,6 +100,7 @@ def find_bounds(
         return lanes.clip(column, 0, columns)
 
     count = lanes.maximum(count, 0)
+    offset = lanes.clip(offset, -_FAR, _FAR)
     first = columns_below(int32(0))
     stop = columns_below(lanes.minimum(count, MAX_BLOCKS))
     front = lanes.clip(columns_below(int32(begin)), first, stop)

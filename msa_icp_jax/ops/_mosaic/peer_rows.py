@@ -113,7 +113,9 @@ class PeerRows:
 
     def _store_flagged(self, token: Lane, head: Lane, lane: Lane, word: Lane) -> None:
         # The slot may be a result of the kernels that look_ahead did not wait for.
-        with lanes.when(self._seen.load().ne(self._place(token, head))):
+        is_another = self._seen.load().ne(self._place(token, head))
+        lanes.warp_barrier()  # every lane has looked before one looks ahead anew
+        with lanes.when(is_another):
             self.look_ahead(token, head, lane)
         is_free = (self._seen + 1).load().eq(_FREE)
         leads = lane.eq(0)
