@@ -187,6 +187,75 @@ class Rank:
         return launch
 
 
+def ranks_of(
+    form: str,
+    world_size: int,
+    tokens: int,
+    capacity: int,
+    spin_limit: int = LONG,
+    columns: int | None = None,
+) -> list[Rank]:
+    """All ranks on torch's current GPU."""
+    shape = storage_shape(form, world_size, capacity)
+    storage = [torch.zeros(shape, dtype=torch.int32, device="cuda") for _ in range(world_size)]
+    addresses = [x.data_ptr() for x in storage]
+    return [
+        Rank(rank, form, recv, addresses, tokens, spin_limit, columns)
+        for rank, recv in enumerate(storage)
+    ]
+
+
+# ---- ways through steps: an object with `ranks`, `load(rank, step)`, `keep(rank, step)` ----
+
+
+def run_ahead(steps: Any, numbers: range) -> None:
+    """A stream for each rank; all is queued at once, with random delays."""
+    rng = np.random.default_rng(1)
+    streams = [torch.cuda.Stream() for _ in steps.ranks]
+    for step in numbers:
+        for i in rng.permutation(len(steps.ranks)):
+            rank = steps.ranks[i]
+            with torch.cuda.stream(streams[i]):
+                if rng.random() < 0.4:
+                    torch.cuda._sleep(int(rng.integers(200_000)))
+                steps.load(rank, step)
+                rank.publish()
+                if rng.random() < 0.2:
+                    torch.cuda._sleep(int(rng.integers(100_000)))
+                rank.merge()
+                steps.keep(rank, step)
+
+
+def replay(steps: Any, numbers: range) -> None:
+    """A graph of one step, all publishes before any merge, replayed."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for rank in steps.ranks:
+            rank.publish()
+        for rank in steps.ranks:
+            rank.merge()
+    for step in numbers:
+        for rank in steps.ranks:
+            steps.load(rank, step)
+        graph.replay()
+        for rank in steps.ranks:
+            steps.keep(rank, step)
+
+
+def wrap_around(steps: Any) -> None:
+    """Runs and checks nine steps of tagged rows whose generations wrap around and skip 0."""
+    for rank in steps.ranks:
+        for slot, start in enumerate([2**31 - 2, -3, -1]):
+            rank.generations[slot], rank.expected[slot] = start, start
+    for step in range(9):
+        steps.run(step)
+    steps.check()
+    for rank in steps.ranks:
+        assert rank.errors.item() == 0
+        for counters in (rank.generations, rank.expected):
+            assert counters[:, 0, 0].tolist() == [-(2**31) + 1, 1, 3]
+
+
 def random_message(world_size: int, tokens: int, rng: np.random.Generator) -> Array:
     """Rows that one rank sends, int32 [W, hpr, T, 33] by owner."""
     return hard_rows.received_rows(world_size, 4 // world_size, tokens, rng)

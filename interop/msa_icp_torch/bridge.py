@@ -83,9 +83,7 @@ def _fits(have: int, size: int | AtLeast | None) -> bool:
 
 def check_apart(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
     """Raises where the bytes of a written tensor meet those of another argument."""
-    spans = [span_of(tensor, name, is_written=True) for name, tensor in written.items()]
-    spans += [span_of(tensor, name, is_written=False) for name, tensor in read.items()]
-    found = find_overlap(spans)
+    found = find_overlap(spans_of(written, read))
     if found:
         one, other = found
         raise ValueError(f"{one} is written and must not overlap {other} in memory")
@@ -104,6 +102,12 @@ def span_of(tensor: torch.Tensor, name: str, *, is_written: bool) -> Span:
     """Where a tensor lies."""
     start = tensor.data_ptr()
     return Span(start, start + _extent(tensor), name, is_written)
+
+
+def spans_of(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> list[Span]:
+    """Where tensors lie, by their names."""
+    spans = [span_of(tensor, name, is_written=True) for name, tensor in written.items()]
+    return spans + [span_of(tensor, name, is_written=False) for name, tensor in read.items()]
 
 
 def find_overlap(spans: Iterable[Span]) -> tuple[str, str] | None:

@@ -30,7 +30,14 @@ from msa_icp_jax.ops._mosaic.direct import Copy, Launches, Lowered, Program
 from msa_icp_jax.ops._mosaic.launch import Target
 from msa_icp_jax.programs import decode_shapes, is_decode_fused
 from msa_icp_torch import exchange, kernels, pages, window
-from msa_icp_torch.bridge import Span, check_tensor, find_overlap, is_capturing, span_of
+from msa_icp_torch.bridge import (
+    Span,
+    check_tensor,
+    find_overlap,
+    is_capturing,
+    span_of,
+    spans_of,
+)
 from msa_icp_torch.calls import DecodeCall, PrefillCall
 from msa_icp_torch.comm import check_aligned
 from msa_icp_torch.dlpack import at_row_offset
@@ -523,8 +530,7 @@ class RememberedCalls:
             [x.dtype for x in tensors],
             [*map(_is_contiguous, tensors)],
             _places(addresses, launches) if by_address and distinct else None,
-            [span_of(x, "", is_written=True) for x in comm.written().values()]
-            + [span_of(x, "", is_written=False) for x in comm.read().values()],
+            spans_of(comm.written(), comm.read()),
             addresses,
             [*map(_span, range(len(tensors)), tensors)],
             [*map(weakref.ref, tensors)],

@@ -25,12 +25,7 @@ SHORT = 200  # looks, for rows that never come
 
 
 def ranks_of(form: str, world_size: int, spin_limit: int = one_sided.LONG) -> list[Rank]:
-    shape = one_sided.storage_shape(form, world_size, CAPACITY)
-    storage = [torch.zeros(shape, dtype=torch.int32, device="cuda") for _ in range(world_size)]
-    addresses = [x.data_ptr() for x in storage]
-    return [
-        Rank(rank, form, recv, addresses, TOKENS, spin_limit) for rank, recv in enumerate(storage)
-    ]
+    return one_sided.ranks_of(form, world_size, TOKENS, CAPACITY, spin_limit)
 
 
 class Steps:
@@ -107,19 +102,7 @@ def test_a_stream_for_each_rank(form, world_size):
     Steps(ranks, 3).run(0)  # loads every kernel: that may wait for the whole GPU
     steps = Steps(ranks, 60)
     torch.cuda.synchronize()
-    rng = np.random.default_rng(1)
-    streams = [torch.cuda.Stream() for _ in ranks]
-    for step in range(3, 60):
-        for i in rng.permutation(world_size):
-            with torch.cuda.stream(streams[i]):
-                if rng.random() < 0.4:
-                    torch.cuda._sleep(int(rng.integers(200_000)))
-                steps.load(ranks[i], step)
-                ranks[i].publish()
-                if rng.random() < 0.2:
-                    torch.cuda._sleep(int(rng.integers(100_000)))
-                ranks[i].merge()
-                steps.keep(ranks[i], step)
+    one_sided.run_ahead(steps, range(3, 60))
     steps.check(range(3, 60))
     for rank in ranks:
         rank.ends_clean(TOKENS)
@@ -131,18 +114,7 @@ def test_a_graph_takes_new_slots_and_rows(form):
     steps = Steps(ranks, 20)
     steps.run(0)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for rank in ranks:
-            rank.publish()
-        for rank in ranks:
-            rank.merge()
-    for step in range(1, 20):
-        for rank in ranks:
-            steps.load(rank, step)
-        graph.replay()
-        for rank in ranks:
-            steps.keep(rank, step)
+    one_sided.replay(steps, range(1, 20))
     steps.check()
     for rank in ranks:
         rank.ends_clean(TOKENS)
@@ -150,18 +122,7 @@ def test_a_graph_takes_new_slots_and_rows(form):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_generations_wrap_around_and_skip_zero(world_size):
-    ranks = ranks_of("tagged", world_size)
-    for rank in ranks:
-        for slot, start in enumerate([2**31 - 2, -3, -1]):
-            rank.generations[slot], rank.expected[slot] = start, start
-    steps = Steps(ranks, 9)
-    for step in range(9):
-        steps.run(step)
-    steps.check()
-    for rank in ranks:
-        assert rank.errors.item() == 0
-        for counters in (rank.generations, rank.expected):
-            assert counters[:, 0, 0].tolist() == [-(2**31) + 1, 1, 3]
+    one_sided.wrap_around(Steps(ranks_of("tagged", world_size), 9))
 
 
 @pytest.mark.parametrize("form", FORMS)

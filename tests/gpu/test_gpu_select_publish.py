@@ -23,13 +23,7 @@ SHORT = 200  # looks, for rows that never come
 def ranks_of(
     form: str, world_size: int, tokens: int, columns: int, spin_limit: int = one_sided.LONG
 ) -> list[Rank]:
-    shape = one_sided.storage_shape(form, world_size, tokens + 3)
-    storage = [torch.zeros(shape, dtype=torch.int32, device="cuda") for _ in range(world_size)]
-    addresses = [x.data_ptr() for x in storage]
-    return [
-        Rank(rank, form, recv, addresses, tokens, spin_limit, columns)
-        for rank, recv in enumerate(storage)
-    ]
+    return one_sided.ranks_of(form, world_size, tokens, tokens + 3, spin_limit, columns)
 
 
 class Steps:
@@ -132,19 +126,7 @@ def test_a_stream_for_each_rank(form, world_size, tokens, columns):
     steps = Steps(ranks, 3)
     steps.run(0)  # loads every kernel: that may wait for the whole GPU
     torch.cuda.synchronize()
-    rng = np.random.default_rng(1)
-    streams = [torch.cuda.Stream() for _ in ranks]
-    for step in range(1, 60):
-        for i in rng.permutation(world_size):
-            with torch.cuda.stream(streams[i]):
-                if rng.random() < 0.4:
-                    torch.cuda._sleep(int(rng.integers(200_000)))
-                steps.load(ranks[i], step)
-                ranks[i].publish()
-                if rng.random() < 0.2:
-                    torch.cuda._sleep(int(rng.integers(100_000)))
-                ranks[i].merge()
-                steps.keep(ranks[i], step)
+    one_sided.run_ahead(steps, range(1, 60))
     steps.check()
     for rank in ranks:
         rank.ends_clean(tokens)
@@ -156,36 +138,14 @@ def test_a_graph_takes_new_slots_and_scores(form):
     steps = Steps(ranks, 5)
     steps.run(0)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for rank in ranks:
-            rank.publish()
-        for rank in ranks:
-            rank.merge()
-    for step in range(1, 20):
-        for rank in ranks:
-            steps.load(rank, step)
-        graph.replay()
-        for rank in ranks:
-            steps.keep(rank, step)
+    one_sided.replay(steps, range(1, 20))
     steps.check()
     for rank in ranks:
         rank.ends_clean(13)
 
 
 def test_generations_wrap_around_and_skip_zero():
-    ranks = ranks_of("tagged", 4, 300, 64)
-    for rank in ranks:
-        for slot, start in enumerate([2**31 - 2, -3, -1]):
-            rank.generations[slot], rank.expected[slot] = start, start
-    steps = Steps(ranks, 3)
-    for step in range(9):
-        steps.run(step)
-    steps.check()
-    for rank in ranks:
-        assert rank.errors.item() == 0
-        for counters in (rank.generations, rank.expected):
-            assert counters[:, 0, 0].tolist() == [-(2**31) + 1, 1, 3]
+    one_sided.wrap_around(Steps(ranks_of("tagged", 4, 300, 64), 3))
 
 
 @pytest.mark.parametrize(("tokens", "columns"), [(13, 128), (5, 8192), (140, 256), (140, 4096)])

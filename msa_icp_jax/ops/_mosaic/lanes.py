@@ -220,16 +220,16 @@ def is_negative(x: Lane) -> Lane:
 
 def which_reach(values: Sequence[Lane], bar: Lane) -> Lane:
     """Bit i: whether float value i is at least `bar`; at most 32 values. -0.0 equals +0.0."""
-    below = _next_below(bar)
-    mask = int32(0)
-    for value in reversed(values):
-        mask = (mask << 1) | is_negative(below - value)
-    return mask
+    return _which_exceed(values, _next_below(bar))
 
 
 def which_pass(values: Sequence[Lane], bar: Lane) -> Lane:
     """Bit i: whether float value i is above `bar`, which is not NaN; at most 32 values."""
-    bar = bar + 0.0  # no difference of zeros is negative then
+    return _which_exceed(values, bar + 0.0)  # no difference of zeros is negative then
+
+
+def _which_exceed(values: Sequence[Lane], bar: Lane) -> Lane:
+    """Bit i: whether `bar` less value i is negative."""
     mask = int32(0)
     for value in reversed(values):
         mask = (mask << 1) | is_negative(bar - value)

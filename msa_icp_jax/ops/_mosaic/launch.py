@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -115,6 +116,11 @@ def launch(
         return jax.tree.map(_whole, kernel(*map(_whole, operands)))
 
     return call
+
+
+def scalar_operand(x: Any) -> jax.Array:
+    """An int or a traced int32 scalar as an operand, int32 [1]: one kernel for all its values."""
+    return jnp.asarray(x, jnp.int32).reshape(1)
 
 
 def writable(buffer: jax.Array) -> Any:

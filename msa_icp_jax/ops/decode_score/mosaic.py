@@ -42,7 +42,15 @@ from msa_icp_jax.geometry import (
 )
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Words, when, where
-from msa_icp_jax.ops._mosaic.launch import CTA, Target, ctas_per_sm, launch, writable, written
+from msa_icp_jax.ops._mosaic.launch import (
+    CTA,
+    Target,
+    ctas_per_sm,
+    launch,
+    scalar_operand,
+    writable,
+    written,
+)
 from msa_icp_jax.ops._mosaic.long_rows import TEAM_WORDS, WARPS
 from msa_icp_jax.ops._mosaic.mma import Scorer, Step
 from msa_icp_jax.ops._mosaic.page_ring import SEGMENT_PAGES, SEGMENT_STEPS, PageRing
@@ -129,7 +137,7 @@ def decode_scores(
         index_k,
         block_table,
         seq_lens,
-        jnp.asarray(rank, jnp.int32).reshape(1),
+        scalar_operand(rank),
         scores,
     )
     return written(scores)
@@ -185,7 +193,7 @@ def decode_rows(
         force_begin_blocks,
         force_end_blocks,
     )
-    this_rank = jnp.asarray(rank, jnp.int32).reshape(1)
+    this_rank = scalar_operand(rank)
     memory = launch(
         functools.partial(_kernel, scorer=scorer, grid=lists.grid, pdl=enable_pdl, lists=lists),
         name="decode_lists",

@@ -15,7 +15,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from msa_icp_jax.geometry import HEAD_DIM, cdiv, rows_per_page
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words
-from msa_icp_jax.ops._mosaic.launch import CTA, Target, launch, writable, written
+from msa_icp_jax.ops._mosaic.launch import (
+    CTA,
+    Target,
+    launch,
+    scalar_operand,
+    writable,
+    written,
+)
 
 _TOKENS = 16  # that a CTA copies at once
 _ROW_WORDS = HEAD_DIM // 4
@@ -80,7 +87,7 @@ def write_rows(
         name="write_index_k",
         target=target,
         grid=(ctas,),
-    )(new_k, slot_mapping, jnp.asarray(rank, jnp.int32).reshape(1), cache)
+    )(new_k, slot_mapping, scalar_operand(rank), cache)
     return written(cache)
 
 

@@ -37,7 +37,14 @@ from msa_icp_jax import rows as candidate_rows
 from msa_icp_jax.geometry import MAX_BLOCKS, NUM_SLOTS, TOPK, cdiv
 from msa_icp_jax.ops._mosaic import lanes, peer_memory
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, i64, int32, where
-from msa_icp_jax.ops._mosaic.launch import CTA, Target, launch, writable, written
+from msa_icp_jax.ops._mosaic.launch import (
+    CTA,
+    Target,
+    launch,
+    scalar_operand,
+    writable,
+    written,
+)
 from msa_icp_jax.ops._mosaic.top16 import count_better, flip_sign, order_key_of_word
 from msa_icp_jax.rows import FORCED_KEY, INVALID_KEY, NO_BLOCK, READY, ROW_WORDS, TAGGED_WORDS
 
@@ -199,7 +206,7 @@ def merge_arriving_rows(
         team=_team(num_valid_pages.shape[0] * recv.shape[2], target),
         spin_limit=spin_limit,
     )
-    others: list[Any] = [jnp.asarray(slot, jnp.int32).reshape(1)]
+    others: list[Any] = [scalar_operand(slot)]
     if expected_generations is not None:
         others.append(writable(expected_generations))
     merged = _merge(facts, recv, num_valid_pages, others, output, errors, enable_pdl, target)

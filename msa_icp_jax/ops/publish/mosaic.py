@@ -16,7 +16,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words
-from msa_icp_jax.ops._mosaic.launch import CTA, Target, launch, writable, written
+from msa_icp_jax.ops._mosaic.launch import (
+    CTA,
+    Target,
+    launch,
+    scalar_operand,
+    writable,
+    written,
+)
 from msa_icp_jax.ops._mosaic.peer_rows import SEEN_WORDS, Owners, PeerRows
 from msa_icp_jax.rows import ROW_WORDS
 
@@ -95,14 +102,13 @@ def _publish(
 ) -> jax.Array:
     tokens = rows.shape[2]
     advanced = writable(counters)
-    rank, slot = (jnp.asarray(x, jnp.int32).reshape(1) for x in (rank, slot))
     launch(
         functools.partial(_kernel, owners=owners, tokens=tokens, pdl=enable_pdl),
         name="publish_tagged_rows" if owners.tagged else "publish_rows",
         target=target,
         grid=(tokens,),
         scratch_types={"shared": plgpu.SMEM((_WARPS, SEEN_WORDS), jnp.int32)},
-    )(rows, bases, rank, slot, advanced)
+    )(rows, bases, scalar_operand(rank), scalar_operand(slot), advanced)
     return written(advanced)
 
 

@@ -44,7 +44,14 @@ from msa_icp_jax import rows as candidate_rows
 from msa_icp_jax.geometry import NUM_HEADS, TOPK, cdiv
 from msa_icp_jax.ops._mosaic import lanes, long_rows, paired_rows, short_rows
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, f32, i32, int32, where
-from msa_icp_jax.ops._mosaic.launch import CTA, Target, launch, writable, written
+from msa_icp_jax.ops._mosaic.launch import (
+    CTA,
+    Target,
+    launch,
+    scalar_operand,
+    writable,
+    written,
+)
 from msa_icp_jax.ops._mosaic.long_rows import (
     COLUMNS_AT,
     SPARE_AT,
@@ -154,7 +161,7 @@ def select_rows(
         ctas=ctas,
         direct=direct,
     )
-    operands = [scores, num_valid_pages, _operand(index_offset)]
+    operands = [scores, num_valid_pages, scalar_operand(index_offset)]
     if generations is not None:
         operands.append(generations)
     run = functools.partial(_launch, "select_rows", facts, None, enable_pdl, target)
@@ -203,8 +210,8 @@ def select_and_publish_rows(
     """
     owners = Owners(recv_bases.shape[0], capacity, False, spin_limit)
     forced = force_begin_blocks, force_end_blocks
-    local = [scores, num_valid_pages, _operand(index_offset)]
-    peers = [recv_bases, _operand(rank), _operand(slot)]
+    local = [scores, num_valid_pages, scalar_operand(index_offset)]
+    peers = [recv_bases, scalar_operand(rank), scalar_operand(slot)]
     return _select_and_publish(
         owners, local, peers, errors, index_scale, forced, enable_pdl, target
     )
@@ -239,8 +246,8 @@ def select_and_publish_tagged_rows(
     """
     owners = Owners(tagged_recv_bases.shape[0], generations.shape[2], True)
     forced = force_begin_blocks, force_end_blocks
-    local = [scores, num_valid_pages, _operand(index_offset)]
-    peers = [tagged_recv_bases, _operand(rank), _operand(slot)]
+    local = [scores, num_valid_pages, scalar_operand(index_offset)]
+    peers = [tagged_recv_bases, scalar_operand(rank), scalar_operand(slot)]
     return _select_and_publish(
         owners, local, peers, generations, index_scale, forced, enable_pdl, target
     )
@@ -263,10 +270,6 @@ def _select_and_publish(
     advanced = writable(counters)
     _launch(name, facts, owners, enable_pdl, target)(*local, *peers, advanced)
     return written(advanced)
-
-
-def _operand(scalar: Any) -> jax.Array:
-    return jnp.asarray(scalar, jnp.int32).reshape(1)
 
 
 def _launch(
