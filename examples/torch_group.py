@@ -30,7 +30,7 @@ def main() -> None:
         rank=rank,
         num_index_heads=4,
         page_size=PAGE_SIZE,
-        init_blocks=1,
+        init_blocks=0,
         local_blocks=1,
         max_decode_tokens=REQUESTS,
         max_decode_query_len=1,

@@ -33,6 +33,7 @@ from msa_icp_jax.ops.select import (
     msa_icp_topk_select_publish,
 )
 from msa_icp_jax.plan import MSAIcpIndexerPlan, prepare_msa_icp_indexer
+from msa_icp_jax.quantize import msa_icp_quantize_index
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ __all__ = [
     "msa_icp_merge_candidates",
     "msa_icp_prefill_pool_bytes",
     "msa_icp_prefill_score_select",
+    "msa_icp_quantize_index",
     "msa_icp_topk_select_prefill",
     "msa_icp_topk_select_publish",
     "msa_icp_write_index_k",

@@ -95,6 +95,15 @@ def array(name: str, value: Any, dtype: Any, *shape: int | AtLeast | None) -> No
         raise ValueError(f"{name} must be {_spec(dtype, shape)}, got shape {list(value.shape)}")
 
 
+def array_of(name: str, value: Any, *dtypes: Any) -> None:
+    """Checks that `value` is an array of one of `dtypes`, whatever its shape."""
+    allowed = f"an array of dtype {' or '.join(jnp.dtype(dtype).name for dtype in dtypes)}"
+    if not isinstance(value, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be {allowed}, got {_describe(value)}")
+    if not any(value.dtype == dtype for dtype in dtypes):
+        raise TypeError(f"{name} must be {allowed}, got dtype {_dtype_name(value.dtype)}")
+
+
 def host_dtypes(name: str, value: Any, dtype: np.dtype) -> None:
     """Checks the dtype of a numpy array or scalar, or of those in a pytree; passes all else."""
     if not any(isinstance(x, _HOST) and x.dtype != dtype for x in jax.tree.leaves(value)):

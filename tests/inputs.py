@@ -20,6 +20,7 @@ INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _REAL = pathlib.Path(__file__).parent / "data/real_activations.npz"
+_REAL_BF16 = _REAL.with_name("real_activations_bf16.npz")
 
 
 class Layout(NamedTuple):
@@ -46,6 +47,21 @@ COMPOUND_WIDE = Layout(4, 256, row_offset=0, pitch=352)
 def fp8(codes: Array) -> jax.Array:
     """A float8_e4m3fn array of these bytes."""
     return jnp.asarray(codes.view(jnp.float8_e4m3fn))
+
+
+def rounding_edges(dtype: Any) -> Array:
+    """Every value of e4m3fn, what lies half way between two, and the neighbours in `dtype` of all.
+
+    Then the largest of `dtype`, the smallest, the infinities and NaN.
+    """
+    exact = oracle.E4M3_VALUES[~np.isnan(oracle.E4M3_VALUES)]
+    ordered = np.unique(exact)
+    ends = np.array([464.0, -464.0, 480.0, -480.0])  # where a format without saturation ends
+    edges = np.concatenate([exact, (ordered[1:] + ordered[:-1]) / 2, ends]).astype(dtype)
+    largest, smallest = jnp.finfo(dtype).max, jnp.finfo(dtype).smallest_subnormal
+    special = np.array([largest, -largest, smallest, -smallest, np.inf, -np.inf, np.nan], dtype)
+    around = [np.nextafter(edges, np.array(to, dtype)) for to in (np.inf, -np.inf)]
+    return np.concatenate([edges, *around, special, -special[-1:]])
 
 
 def integer_queries(rng: np.random.Generator, tokens: int) -> Array:
@@ -116,6 +132,12 @@ class Activations(NamedTuple):
 def real_activations() -> Activations:
     with np.load(_REAL) as data:
         return Activations(data["index_q"], data["index_k"])
+
+
+def real_activations_bf16() -> Activations:
+    """The first of the same queries and keys as bfloat16, [32, 4, 128] and [37, 128, 128]."""
+    with np.load(_REAL_BF16) as data:
+        return Activations(*(data[name].view(jnp.bfloat16) for name in ("index_q", "index_k")))
 
 
 @contextlib.contextmanager

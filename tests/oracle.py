@@ -76,6 +76,19 @@ def e4m3_encode(values: npt.ArrayLike) -> Array:
     return code | np.where(np.signbit(values), 0x80, 0).astype(np.uint8)
 
 
+def e4m3_round(values: npt.ArrayLike) -> Array:
+    """Bytes of the nearest e4m3fn values: ties to the even byte, 448 at most, NaN is 0x7F."""
+    values = np.asarray(values, np.float64)
+    positive = E4M3_VALUES[:0x7F]  # ascending
+    size = np.minimum(np.abs(values), positive[-1])
+    above = np.minimum(np.searchsorted(positive, size), 0x7E)
+    below = np.maximum(above - 1, 0)
+    down, up = size - positive[below], positive[above] - size
+    code = np.where((down < up) | ((down == up) & (below % 2 == 0)), below, above)
+    code = np.where(np.isnan(values), 0x7F, code | np.where(np.signbit(values), 0x80, 0))
+    return code.astype(np.uint8)
+
+
 # ---- caches, pages, shards ----
 
 

@@ -269,6 +269,8 @@ GEOMETRY = {
     "row_offset": ROW_OFFSET,
 }
 
+FLOATS = "must be an array of dtype float16 or bfloat16 or float32"
+
 TABLE_OF_CALLS: dict[Callable[..., Any], dict[str, Argument]] = {
     api.prepare_msa_icp_indexer: {
         **GEOMETRY,
@@ -321,6 +323,16 @@ TABLE_OF_CALLS: dict[Callable[..., Any], dict[str, Argument]] = {
         "num_valid_pages": NVP,
         "generations": GENERATIONS,
         "slot": scalar(0, INT_MAX),
+    },
+    api.msa_icp_quantize_index: {
+        "x": Argument(
+            np.zeros((3, 128), F32),
+            [
+                Wrong([1.0], TypeError, FLOATS, "got list [1.0]"),
+                Wrong(np.zeros(3, I32), TypeError, FLOATS, "got dtype int32"),
+                Wrong(np.zeros(3, F8), TypeError, FLOATS, "got dtype float8_e4m3fn"),
+            ],
+        ),
     },
     api.msa_icp_topk_select_publish: {
         **SELECT,

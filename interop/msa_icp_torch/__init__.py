@@ -11,11 +11,13 @@ memory.leave_room_for_torch()
 from msa_icp_jax import MSAIcpScorePlan, msa_icp_comm_layout  # noqa: E402
 from msa_icp_torch.comm import MSAIcpComm  # noqa: E402
 from msa_icp_torch.plan import MSAIcpIndexerPlan, prepare_msa_icp_indexer  # noqa: E402
+from msa_icp_torch.quantize import msa_icp_quantize_index  # noqa: E402
 
 __all__ = [
     "MSAIcpComm",
     "MSAIcpIndexerPlan",
     "MSAIcpScorePlan",
     "msa_icp_comm_layout",
+    "msa_icp_quantize_index",
     "prepare_msa_icp_indexer",
 ]

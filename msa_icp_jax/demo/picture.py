@@ -59,7 +59,7 @@ def _draw_question(panel: Any, question: dict[str, Any], scores: np.ndarray) -> 
     panel.plot(scores, color=_GREY, linewidth=0.9, label="score of every block")
     for blocks, face, label in (
         (chosen[~forced], _BLUE, "chosen by score"),
-        (chosen[forced], "white", "always chosen: first and last"),
+        (chosen[forced], "white", "always chosen: the last"),
     ):
         panel.scatter(blocks, scores[blocks], s=20, c=face, edgecolors=_BLUE, label=label, zorder=2)
     panel.scatter([best], scores[[best]], s=55, marker="D", color=_RED, label="best", zorder=3)

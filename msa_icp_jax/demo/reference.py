@@ -14,7 +14,7 @@ import numpy as np
 
 BLOCK = 128
 TOPK = 16
-INIT_BLOCKS = 1
+INIT_BLOCKS = 0
 LOCAL_BLOCKS = 1
 ROUNDING = 2.0**-17  # of float32 accumulation, relative to the sum of |q_d k_d|
 _KEYS_AT_ONCE = 64 * BLOCK
