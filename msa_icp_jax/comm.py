@@ -1,4 +1,4 @@
-"""Receive storage of the candidate rows and the collective transport.
+"""Receive storage of the candidate rows, and the two transports that fill it.
 
 One rank's storage holds three slots (a running count of sparse-layer calls mod 3) of rows from
 every source rank, in a legacy and a tagged form. The layout is the same, bit for bit, for the
@@ -7,7 +7,8 @@ into peers' memory: row (t, h) of source rank r lies on rank ``h // hpr`` at fla
 ``((slot W + r) hpr + h % hpr) C + t``.
 
 The one-sided transport is a select that publishes its rows (or `ops.publish`, for rows that are
-there already) and `ops.merge`'s waiting form. The two forms of rows differ in what they survive.
+there already) and `ops.merge`'s waiting form. In JAX its storage lies outside XLA's memory
+(`peer_storage`), and a comm has the addresses. The two forms of rows differ in what they survive.
 A flag says that a row is there, not whose call it belongs to: once a wait has run out (`errors`
 grew), a legacy row that comes after all is taken for the next one of its slot, so the ranks must
 stop and zero their storage together. A late tagged row carries the generation that was given up,
@@ -22,16 +23,22 @@ XLA puts a barrier of all devices in front of every such kernel, and without tha
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from msa_icp_jax import checks, geometry, rows
+from msa_icp_jax import checks, geometry, peer_storage, rows
 from msa_icp_jax.backend import start_at, vary_as
 from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, round_up
+
+COLLECTIVE, ONE_SIDED = "collective", "one-sided"
+TRANSPORTS = (COLLECTIVE, ONE_SIDED, "auto")
 
 _WORD_BYTES = 4
 _TAGGED_ALIGNMENT = 16  # bytes
@@ -107,8 +114,8 @@ class MSAIcpComm:
     Zeroed once; nothing resets it but the recovery from a protocol fault, on all ranks together.
 
     Attributes:
-      recv: [3, W, hpr, C, 33] legacy rows.
-      tagged_recv: [3, W, hpr, C, 32, 2] tagged rows as (word, generation) pairs.
+      recv: [3, W, hpr, C, 33] legacy rows; [0, ...] where they lie at `recv_bases`.
+      tagged_recv: [3, W, hpr, C, 32, 2] tagged rows as (word, generation) pairs; likewise.
       recv_bases: [W, 2] device addresses (low, high) of every rank's legacy rows; 0: collective.
       tagged_recv_bases: [W, 2] likewise of the tagged rows.
       publish_generations: [3, 4, C] generation of the row last sent, by head.
@@ -130,13 +137,21 @@ class MSAIcpComm:
         shapes = comm_shapes(world_size, capacity)
         return cls(**{name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items()})
 
+    @property
+    def is_one_sided(self) -> bool:
+        """Whether the rows lie outside these arrays, at the addresses in the bases."""
+        return np.shape(self.recv)[:1] == (0,)
 
-def comm_shapes(world_size: int, capacity: int) -> dict[str, tuple[int, ...]]:
+
+def comm_shapes(
+    world_size: int, capacity: int, one_sided: bool = False
+) -> dict[str, tuple[int, ...]]:
     """The shape of every array of one rank's MSAIcpComm."""
     layout = msa_icp_comm_layout(world_size, NUM_HEADS // world_size, capacity)
+    slots = 0 if one_sided else NUM_SLOTS
     return {
-        "recv": layout.legacy_shape,
-        "tagged_recv": (*layout.tagged_shape, 2),
+        "recv": (slots, *layout.legacy_shape[1:]),
+        "tagged_recv": (slots, *layout.tagged_shape[1:], 2),
         "recv_bases": (world_size, 2),
         "tagged_recv_bases": (world_size, 2),
         "publish_generations": layout.generations_shape,
@@ -147,19 +162,122 @@ def comm_shapes(world_size: int, capacity: int) -> dict[str, tuple[int, ...]]:
 
 def comm_specs(axis_name: str) -> MSAIcpComm:
     """PartitionSpecs of a global MSAIcpComm over the icp axis, in place of its arrays."""
-    by_head = PartitionSpec(None, None, axis_name)
-    by_row = PartitionSpec(axis_name)
-    counters = PartitionSpec(None, axis_name)
+    by_head = P(None, None, axis_name)
+    by_row = P(axis_name)
+    counters = P(None, axis_name)
     specs: Any = (by_head, by_head, by_row, by_row, counters, counters, by_row)
     return MSAIcpComm(*specs)
 
 
-def check_comm(comm: Any, world_size: int, capacity: int) -> None:
-    """Raises, naming the array, unless `comm` is one rank's storage for `capacity` tokens."""
+def check_comm(
+    comm: Any, world_size: int, capacity: int, transports: Sequence[str] = (COLLECTIVE,)
+) -> None:
+    """Raises, naming the array, unless `comm` is one rank's storage for `capacity` tokens.
+
+    Args:
+      comm: what is checked.
+      world_size: W.
+      capacity: C.
+      transports: for which of them it may be made.
+    """
     if not isinstance(comm, MSAIcpComm):
         raise TypeError(f"comm must be an MSAIcpComm, got {type(comm).__name__}")
-    for name, shape in comm_shapes(world_size, capacity).items():
+    one_sided = ONE_SIDED in transports and (COLLECTIVE not in transports or comm.is_one_sided)
+    for name, shape in comm_shapes(world_size, capacity, one_sided).items():
         checks.array(f"comm.{name}", getattr(comm, name), jnp.int32, *shape)
+
+
+# ---- storage of all ranks of a mesh ----
+
+
+def place_collective_comm(mesh: Mesh, axis_name: str, world_size: int, capacity: int) -> MSAIcpComm:
+    """Zeroed storage of all ranks in JAX's memory."""
+    specs = comm_specs(axis_name)
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+    )
+    shapes = _global_shapes(world_size, capacity, one_sided=False)
+
+    def zeros() -> MSAIcpComm:
+        return MSAIcpComm(**{name: jnp.zeros(x, jnp.int32) for name, x in shapes.items()})
+
+    return jax.jit(zeros, out_shardings=shardings)()
+
+
+def place_one_sided_comm(mesh: Mesh, axis_name: str, world_size: int, capacity: int) -> MSAIcpComm:
+    """Zeroed storage of all ranks outside XLA's memory, known by its addresses.
+
+    Raises:
+      peer_storage.Unreachable: GPUs of a group do not reach each other's memory.
+      peer_storage.DriverError: the memory could not be allocated or opened.
+    """
+    layout = msa_icp_comm_layout(world_size, NUM_HEADS // world_size, capacity)
+    size = layout.storage_words * _WORD_BYTES
+    addresses = peer_storage.allocate_for_mesh(mesh, axis_name, size)
+    specs = comm_specs(axis_name)
+    local_shapes = comm_shapes(world_size, capacity, one_sided=True)
+
+    def put(name: str, shape: tuple[int, ...]) -> jax.Array:
+        shards = []
+        for device, bases in addresses.items():
+            value = np.zeros(local_shapes[name], np.int32)
+            if name in _OFFSETS:
+                value = address_words([x + getattr(layout, _OFFSETS[name]) for x in bases])
+            shards.append(jax.device_put(value, device))
+        sharding = NamedSharding(mesh, getattr(specs, name))
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+    shapes = _global_shapes(world_size, capacity, one_sided=True)
+    return MSAIcpComm(**{name: put(name, shape) for name, shape in shapes.items()})
+
+
+_OFFSETS = {"recv_bases": "legacy_offset_bytes", "tagged_recv_bases": "tagged_offset_bytes"}
+
+
+def address_words(addresses: Sequence[int]) -> np.ndarray:
+    """Device addresses as int32 [..., 2] (low, high)."""
+    return np.array(addresses, np.int64).view(np.int32).reshape(-1, 2)
+
+
+def _global_shapes(world_size: int, capacity: int, one_sided: bool) -> dict[str, tuple[int, ...]]:
+    """The shape of every array of all ranks' storage, as `comm_specs` shards it."""
+    specs = comm_specs("icp")
+    return {
+        name: tuple(
+            size * world_size if axis < len(spec) and spec[axis] else size
+            for axis, size in enumerate(shape)
+        )
+        for name, shape in comm_shapes(world_size, capacity, one_sided).items()
+        for spec in [getattr(specs, name)]
+    }
+
+
+def free_comm(comm: Any) -> None:
+    """See `MSAIcpIndexerPlan.free_comm`."""
+    if not isinstance(comm, MSAIcpComm):
+        raise TypeError(f"comm must be an MSAIcpComm, got {type(comm).__name__}")
+    jax.block_until_ready(comm)  # no kernel of ours is still at work in it
+    if comm.is_one_sided:
+        devices: list[Any] = [*comm.recv_bases.sharding.device_set]
+        devices.sort(key=lambda device: device.id)
+        own = [_own_address(shard) for shard in comm.recv_bases.addressable_shards]
+        for address in own:
+            peer_storage.close(address)
+        peer_storage.wait_for_all(devices)  # nobody has it open any more
+        for address in own:
+            peer_storage.free(address)
+    for array in jax.tree.leaves(comm):
+        array.delete()
+
+
+def _own_address(shard: Any) -> int:
+    """The address of its own storage in a device's part [W, 2] of the bases."""
+    rank = (shard.index[0].start or 0) // shard.data.shape[0]
+    own: np.ndarray = np.ascontiguousarray(shard.data)[rank]
+    return int(own.view(np.int64)[0])
+
+
+# ---- the collective ----
 
 
 def exchange(message: jax.Array, axis_name: str) -> jax.Array:

@@ -29,6 +29,7 @@ from msa_icp_jax import checks, programs, rows
 from msa_icp_jax.backend import check_precision, resolve_backend
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.comm import (
+    COLLECTIVE,
     MSAIcpComm,
     check_comm,
     comm_specs,
@@ -530,7 +531,8 @@ class MSAIcpIndexerPlan:
 
     def check_comm(self, comm: MSAIcpComm) -> None:
         """Raises, naming the array, unless `comm` is one rank's storage of this plan."""
-        check_comm(comm, self.geometry.world_size, self.geometry.max_decode_tokens)
+        geometry = self.geometry
+        check_comm(comm, geometry.world_size, geometry.max_decode_tokens, (COLLECTIVE,))
 
     def decode_score_shape(self) -> tuple[int, int, int]:
         """(max_decode_tokens, 4, columns): one rank's decode score plane, float32."""

@@ -7,13 +7,16 @@ Rank 1 may be late for every decode step by some seconds, or die before the seco
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
 from typing import Any
 
+import fake_cuda
 import jax
 import numpy as np
+import pytest
 from chains import (
     ALL,
     AXIS,
@@ -29,8 +32,8 @@ from chains import (
 )
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from msa_icp_jax import MSAIcpComm, MSAIcpIndexerPlan
-from msa_icp_jax.comm import comm_shapes
+from msa_icp_jax import MSAIcpComm, MSAIcpIndexerPlan, peer_storage
+from msa_icp_jax.comm import comm_shapes, free_comm, place_one_sided_comm
 
 START_TIMEOUT = 60  # seconds
 LATE = 3
@@ -51,7 +54,30 @@ def main(coordinator: str, world_size: int, rank: int, fate: str = "") -> None:
     process.decode(fate if rank == 1 else "")
     process.prefill()
     process.write()
+    one_sided_storage(process)
     print(f"rank {rank} of {world_size}: right")
+
+
+def one_sided_storage(process: Process) -> None:
+    """Every rank's storage is opened by all others and closed before it is freed; or all refuse."""
+    for opens in (True, False):
+        library = fake_cuda.FakeCuda(devices=8, opens=opens or process.rank != 1)
+        driver = peer_storage.Driver(library)
+        peer_storage.driver = functools.partial(lambda x: x, driver)
+        make = functools.partial(place_one_sided_comm, process.mesh, AXIS)
+        world_size = process.geometry.world_size
+        if not opens:
+            said = "cannot open" if process.rank == 1 else r"processes \[1\] could not"
+            with pytest.raises(peer_storage.Unreachable, match=said):
+                make(world_size, 5)
+        else:
+            comm = make(world_size, 5)
+            found = process.own(comm.recv_bases).view(np.int64)[:, 0].tolist()
+            assert found[process.rank] in library.live
+            others = {address for r, address in enumerate(found) if r != process.rank}
+            assert others == library.opened and len(others) == world_size - 1
+            free_comm(comm)
+        assert not library.live and not library.opened
 
 
 class Process:

@@ -15,7 +15,7 @@ import pytest
 from lane_simulator import Lane, Words
 
 from msa_icp_jax.comm import comm_shapes
-from msa_icp_jax.ops._mosaic import long_rows, peer_rows
+from msa_icp_jax.ops._mosaic import long_rows, peer_memory, peer_rows
 from msa_icp_jax.ops._mosaic.launch import Target
 from msa_icp_jax.ops._mosaic.peer_rows import Owners, PeerRows
 from msa_icp_jax.ops.publish import mosaic as publish
@@ -199,6 +199,16 @@ def test_place_is_the_flat_row_of_the_storage(world_size):
         part = slot * world_size + source
         assert owners.place(part, head, token) == rows[slot, source, head % heads, token]
         assert owners.counter(part, head, token) == counters[slot, head, token]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_rank_finds_its_own_storage_among_all(monkeypatch, count):
+    lane_simulator.simulate(monkeypatch, peer_memory)
+    monkeypatch.setattr(peer_memory, "_memory", lambda *words: [int(x.value[0]) for x in words])
+    addresses = np.arange(100, 100 + 2 * count, dtype=np.int32)
+    for rank in range(count):
+        found = peer_memory.at_address_of(Words(addresses), Lane(np.int32(rank)), count)
+        assert found == [100 + 2 * rank, 101 + 2 * rank]
 
 
 # ---- rows straight from a select ----

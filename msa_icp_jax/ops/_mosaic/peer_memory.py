@@ -15,15 +15,31 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from msa_icp_jax.geometry import NUM_SLOTS
 from msa_icp_jax.ops._mosaic import lanes
-from msa_icp_jax.ops._mosaic.lanes import Lane, Words, i64, int32
+from msa_icp_jax.ops._mosaic.lanes import Lane, Words, i64, int32, where
 
 _GMEM = 1  # NVPTX address space
 
 
 def at_address(place: Words) -> Words:
     """The memory at a device address, which lies as two words (low, high) at `place`."""
-    low, high = (lanes.Lane(arith.extui(i64(), (place + i).load().value)) for i in range(2))
-    address = low | (high << 32)
+    return _memory(*((place + i).load() for i in range(2)))
+
+
+def at_address_of(places: Words, number: Lane, count: int) -> Words:
+    """The memory at one of `count` device addresses, which lie in turn at `places`.
+
+    All are loaded, so that none of the loads waits for `number`.
+    """
+    pairs = [[(places + (2 * i + half)).load() for half in range(2)] for i in range(count)]
+    found = pairs[0]
+    for i, pair in enumerate(pairs):
+        found = [where(number.eq(i), x, last) for x, last in zip(pair, found, strict=True)]
+    return _memory(*found)
+
+
+def _memory(low: Lane, high: Lane) -> Words:
+    unsigned = (Lane(arith.extui(i64(), x.value)) for x in (low, high))
+    address = next(unsigned) | (next(unsigned) << 32)
     return Words(llvm.inttoptr(llvm.PointerType.get(_GMEM), address.value))
 
 

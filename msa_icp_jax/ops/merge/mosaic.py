@@ -18,23 +18,23 @@ Rows come in one of two ways. `merge_rows` takes one slot's rows that a collecti
 nothing waits, and a flag (or one of a row's tags) that is not the expected one is a protocol fault.
 `merge_arriving_rows` takes the whole receive storage, into which other GPUs are storing: it looks
 at a row again and again until it is there, and calls it a fault after `spin_limit` looks.
+`merge_rows_at_address` is the same for storage that XLA does not know: it gets its address.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 
 from msa_icp_jax import rows as candidate_rows
-from msa_icp_jax.geometry import MAX_BLOCKS, NUM_SLOTS, TOPK, cdiv
+from msa_icp_jax.geometry import MAX_BLOCKS, NUM_HEADS, NUM_SLOTS, TOPK, cdiv
 from msa_icp_jax.ops._mosaic import lanes, peer_memory
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, i64, int32, where
 from msa_icp_jax.ops._mosaic.launch import (
@@ -74,6 +74,8 @@ class Merge:
       tagged, prefill: as in the contract.
       team: warps that share a (token, head), 1 or 4.
       spin_limit: looks at a row that is still to arrive; 0: all rows are there, one slot's alone.
+      capacity: rows that the receive storage has for every (slot, source, head).
+      by_address: whether the storage is given by its address.
     """
 
     sources: int
@@ -85,6 +87,8 @@ class Merge:
     prefill: bool
     team: int
     spin_limit: int
+    capacity: int
+    by_address: bool = False
 
     @property
     def waits(self) -> bool:
@@ -157,6 +161,7 @@ def merge_rows(
         prefill=prefill,
         team=_team(num_valid_pages.shape[0] * recv.shape[1], target),
         spin_limit=0,
+        capacity=recv.shape[2],
     )
     tags = [] if generations is None else [generations]
     return _merge(facts, recv, num_valid_pages, tags, output, errors, enable_pdl, target)
@@ -205,12 +210,85 @@ def merge_arriving_rows(
         prefill=False,
         team=_team(num_valid_pages.shape[0] * recv.shape[2], target),
         spin_limit=spin_limit,
+        capacity=recv.shape[3],
     )
     others: list[Any] = [scalar_operand(slot)]
     if expected_generations is not None:
         others.append(writable(expected_generations))
     merged = _merge(facts, recv, num_valid_pages, others, output, errors, enable_pdl, target)
     return *merged, None if expected_generations is None else written(others[1])
+
+
+class Generations(NamedTuple):
+    """The counters of tagged rows.
+
+    Attributes:
+      published: int32 [3, 4, C], of the rows last sent.
+      expected: int32 [3, hpr, C], of the rows last merged.
+    """
+
+    published: jax.Array
+    expected: jax.Array
+
+
+def merge_rows_at_address(
+    bases: jax.Array,
+    num_valid_pages: jax.Array,
+    output: jax.Array,
+    errors: jax.Array,
+    generations: Generations | None,
+    *,
+    rank: int | jax.Array,
+    slot: int | jax.Array,
+    capacity: int,
+    init_blocks: int,
+    local_blocks: int,
+    spin_limit: int,
+    enable_pdl: bool,
+    target: Target,
+) -> tuple[jax.Array, jax.Array, Generations | None]:
+    """`merge_arriving_rows` of storage that lies outside XLA's memory.
+
+    XLA sees neither the rows nor that other ranks' kernels write them. What keeps this kernel
+    behind the one that sends this rank's rows, and in front of the next one of that kind, is a
+    buffer that all of them write in place: `errors` of legacy rows, the publish counters of tagged
+    ones, which this kernel leaves as they are.
+
+    Args:
+      bases: int32 [W, 2], device addresses (low, high) of all ranks' storage, an int32
+        [3, W, hpr, C, 33] each, or tagged [3, W, hpr, C, 32, 2].
+      num_valid_pages, output, errors: as for `merge_arriving_rows`.
+      generations: the counters of tagged rows, those published as the sending kernel left them;
+        None for legacy rows.
+      rank: this rank, an int or a traced int32 scalar: whose storage it is.
+      capacity: C >= T.
+      others: as for `merge_arriving_rows`.
+
+    Returns:
+      (output, errors, generations with the expected ones of the rows merged advanced).
+    """
+    assert not target.interpret, "the interpreter has no device addresses"
+    world_size, tokens = bases.shape[0], num_valid_pages.shape[0]
+    heads = NUM_HEADS // world_size
+    facts = Merge(
+        sources=world_size,
+        heads=heads,
+        tokens=tokens,
+        begin=init_blocks,
+        end=local_blocks,
+        tagged=generations is not None,
+        prefill=False,
+        team=_team(tokens * heads, target),
+        spin_limit=spin_limit,
+        capacity=capacity,
+        by_address=True,
+    )
+    counters = [] if generations is None else [writable(x) for x in generations]
+    others = [scalar_operand(rank), scalar_operand(slot), *counters]
+    output, _, errors = _merge(
+        facts, bases, num_valid_pages, others, output, errors, enable_pdl, target
+    )
+    return output, errors, Generations(*map(written, counters)) if counters else None
 
 
 def _team(rows: int, target: Target) -> int:
@@ -228,11 +306,16 @@ def _merge(
     enable_pdl: bool,
     target: Target,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Launches; `others` are the tags of tagged rows, or the slot and counters of arriving ones."""
+    """Launches.
+
+    `others` are the tags of tagged rows, or the slot and the counters of arriving ones; the rank
+    comes first where `recv` are addresses.
+    """
     turns = cdiv(facts.rows, facts.rows_at_once)
     ctas = min(turns, target.sms) if target.interpret else turns
 
-    received: Any = writable(recv) if facts.clears else recv
+    writes_recv = facts.clears and not facts.by_address
+    received: Any = writable(recv) if writes_recv else recv
     merged = writable(output)
     # The stock ops have no atomic add: there every row reports its own faults.
     count = jnp.zeros(facts.rows, jnp.int32) if target.interpret else errors
@@ -244,7 +327,7 @@ def _merge(
         grid=(ctas,),
         scratch_types={"shared": plgpu.SMEM((_WARPS, _TEAM_WORDS), jnp.int32)},
     )(received, num_valid_pages, *others, merged, faults)
-    if facts.clears:
+    if writes_recv:
         recv = written(received)
     count = written(faults)
     return written(merged), recv, errors + count.sum() if target.interpret else count
@@ -348,14 +431,16 @@ def _merge_inline(
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), plgpu.Layout.WG_SPLAT))
     def merge(_: Any, *arguments: Any) -> None:
-        capacity = ir.MemRefType(arguments[0].type).shape[2 + facts.waits]
         *refs, turn = arguments
         recv, counts, output, faults, shared, *tags = (Words.of(ref) for ref in refs)
+        if facts.by_address:
+            recv = peer_memory.at_address_of(recv, tags.pop(0).load(), facts.sources)
         if facts.waits:
-            slot = peer_memory.slot_from(tags.pop(0).load()).to_i64() * (facts.heads * capacity)
+            slot = peer_memory.slot_from(tags.pop(0).load()).to_i64()
+            slot = slot * (facts.heads * facts.capacity)
             recv = recv + slot * (facts.sources * facts.row_words)
-            tags = [counters + slot for counters in tags]
-        _Team(facts, capacity).merge(recv, counts, tags, output, faults, shared, lanes.scalar(turn))
+            tags = [counters + slot for counters in tags[-1:]]
+        _Team(facts).merge(recv, counts, tags, output, faults, shared, lanes.scalar(turn))
 
     merge(*refs, turn)
 
@@ -377,8 +462,8 @@ class _Team:
     parts-th pair of entries; in a warp a lane holds one or two candidates.
     """
 
-    def __init__(self, facts: Merge, capacity: int) -> None:
-        self.facts, self.capacity = facts, capacity
+    def __init__(self, facts: Merge) -> None:
+        self.facts = facts
         threads = _WARP * facts.team
         self.parts = max(1, threads // facts.entries)
         self.held = max(1, facts.entries // threads)
@@ -444,11 +529,13 @@ class _Team:
     def _row(self, recv: Words, source: Lane, head: Lane, token: Lane) -> Words:
         """The first word of a received row."""
         of_head = source * self.facts.heads + head
-        return recv + (of_head.to_i64() * self.capacity + token.to_i64()) * self.facts.row_words
+        return (
+            recv + (of_head.to_i64() * self.facts.capacity + token.to_i64()) * self.facts.row_words
+        )
 
     def _counter(self, head: Lane, token: Lane) -> Lane:
         """Where a row's tag lies, or the counter that it follows."""
-        return head * (self.capacity if self.facts.waits else self.facts.tokens) + token
+        return head * (self.facts.capacity if self.facts.waits else self.facts.tokens) + token
 
     def _tag(self, counter: Words) -> Lane:
         """The tag that a row must carry."""
