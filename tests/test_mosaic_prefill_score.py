@@ -16,7 +16,7 @@ import oracle
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-from msa_icp_jax.geometry import MAX_TOKENS
+from msa_icp_jax.geometry import MAX_INT32, MAX_TOKENS
 from msa_icp_jax.ops._mosaic.launch import Target
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan as host_plan
@@ -356,3 +356,28 @@ def test_positions_past_every_plane_cost_nothing():
     assert (scored == MAX_TOKENS).all()
     units = MAX_TOKENS // balance.UNIT_POSITIONS
     assert set(parts_of(work)) == {(i, u) for i in range(128) for u in range(units)}
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"total_q": 5_600_000, "max_query_len": 64, "max_seq_len": MAX_TOKENS},  # sums of costs
+        {"total_q": MAX_INT32, "max_query_len": MAX_INT32, "max_seq_len": 512},  # positions
+    ],
+)
+def test_bounds_under_which_a_sum_could_wrap_are_refused(bounds):
+    lens, starts = jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32)
+    plan = device_plan(lens, lens, starts, starts, lens, 4, **bounds, backend="xla")
+    with pytest.raises(ValueError, match=f"got {bounds['total_q']}, {bounds['max_query_len']} and"):
+        balance.prefill_work(plan, 7)
+
+
+def test_the_work_list_takes_no_promotion_and_no_64_bit_number():
+    window = Window([70, 0, 3], [0, 5, 900], [70, 5, 903], 9)
+    want = balance.prefill_work(window.plan(), 7)
+    strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
+    with strict[0], strict[1], jax.enable_x64(True):
+        found = balance.prefill_work(window.plan(), 7)
+    for mine, theirs in zip(found, want, strict=True):
+        assert mine.dtype == theirs.dtype
+        np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (mine, theirs)))

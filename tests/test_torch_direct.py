@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import gc
 import warnings
 import weakref
@@ -22,7 +23,10 @@ import torch_inputs  # noqa: E402
 from torch_inputs import CPU, decode_step, prefill_window  # noqa: E402
 
 import msa_icp_jax  # noqa: E402
+from msa_icp_jax import MSAIcpScorePlan  # noqa: E402
+from msa_icp_jax.geometry import MAX_INT32, MAX_TOKENS  # noqa: E402
 from msa_icp_jax.ops._mosaic import direct as launching  # noqa: E402
+from msa_icp_jax.ops.prefill_plan import balance  # noqa: E402
 from msa_icp_torch import direct, exchange, routes, window  # noqa: E402
 from msa_icp_torch.direct import DirectRoute, RememberedCalls  # noqa: E402
 from msa_icp_torch.plan import MSAIcpIndexerPlan  # noqa: E402
@@ -625,7 +629,11 @@ def test_a_window_without_segments(launched):
 
 def lengths_of(kind: str, rng: np.random.Generator) -> list[np.ndarray]:
     segments = int(rng.integers(0, 9))
-    if kind == "hostile":
+    if kind == "long":  # positions and keys on both sides of the last that a plane has
+        qo = rng.integers(1, 200, 8)
+        offset = rng.integers(MAX_TOKENS - 100_000, MAX_INT32 - 200, 8)
+        found = [qo, offset + qo, offset]
+    elif kind == "hostile":
         found = [rng.integers(-(2**31), 2**31, segments) for _ in range(3)]
     elif kind == "ragged":
         qo = rng.integers(0, 3, segments) * rng.integers(0, 150, segments)
@@ -636,9 +644,25 @@ def lengths_of(kind: str, rng: np.random.Generator) -> list[np.ndarray]:
     return [x.astype(np.int32) for x in found]
 
 
-@pytest.mark.parametrize("kind", ["legal", "ragged", "hostile"])
+def built(plan: Any, lengths: list[np.ndarray], bounds: dict[str, int]) -> MSAIcpScorePlan:
+    """The window plan of the JAX package, by one program."""
+    return jax.jit(functools.partial(plan.prefill_window_plan, **bounds))(*lengths)
+
+
+def same_window_plan(found: window.WindowPlan, want: MSAIcpScorePlan) -> None:
+    assert found.num_segments == want.num_segments
+    leaves = zip(window.leaves(found).values(), jax.tree.leaves(want), strict=True)
+    for mine, theirs in leaves:
+        mine = mine.view(torch.uint8) if mine.dtype == torch.float8_e4m3fn else mine
+        theirs = np.asarray(theirs)
+        theirs = theirs.view(np.uint8) if theirs.dtype.itemsize == 1 else theirs
+        assert mine.is_contiguous()
+        np.testing.assert_array_equal(mine.numpy(), theirs, strict=True)
+
+
+@pytest.mark.parametrize("kind", ["legal", "ragged", "long", "hostile"])
 def test_the_window_plan_is_that_of_the_jax_package_bit_for_bit(kind):
-    limits = {"max_num_batched_tokens": 8192, "max_num_seqs": 64, "max_model_len": 1 << 20}
+    limits = {"max_num_batched_tokens": 8192, "max_num_seqs": 64, "max_model_len": MAX_INT32}
     plan = prepare(**limits)._jax_plan
     hidden = window.hidden_keys(CPU)
     rng = np.random.default_rng(0)
@@ -647,26 +671,43 @@ def test_the_window_plan_is_that_of_the_jax_package_bit_for_bit(kind):
         bounds = {
             "total_q": total_q,
             "max_query_len": int(rng.integers(0, total_q + 1)),
-            "max_seq_len": int(rng.integers(0, 1 << 20)),
+            "max_seq_len": MAX_INT32 if kind == "long" else int(rng.integers(0, 1 << 20)),
         }
-        want = plan.prefill_window_plan(*map(jnp.asarray, lengths), **bounds)
+        want = built(plan, lengths, bounds)
         found = window.build(tuple(map(torch.from_numpy, lengths)), hidden, ctas=SMS, **bounds)
-        assert found.num_segments == want.num_segments
-        found_leaves, want_leaves = window.leaves(found).values(), jax.tree.leaves(want)
+        same_window_plan(found, want)
         shapes = window.shapes(found.num_segments, total_q, SMS)
         assert shapes == {k: (x.dtype, tuple(x.shape)) for k, x in window.leaves(found).items()}
-        for mine, theirs in zip(found_leaves, want_leaves, strict=True):
-            mine = mine.view(torch.uint8) if mine.dtype == torch.float8_e4m3fn else mine
-            theirs = np.asarray(theirs)
-            theirs = theirs.view(np.uint8) if theirs.dtype.itemsize == 1 else theirs
-            assert mine.is_contiguous()
-            np.testing.assert_array_equal(mine.numpy(), theirs, strict=True)
         for count in (None, 50):
             np.testing.assert_array_equal(
                 found.num_valid_pages(count).numpy(),
                 np.asarray(want.num_valid_pages(count)),
                 strict=True,
             )
+
+
+def test_many_long_segments_do_not_wrap():
+    """64 segments of 2^31 - 1 keys: the sum of all costs passes 2^31 unless planes bound it."""
+    lengths = [np.full(64, value, np.int32) for value in (128, MAX_INT32, MAX_INT32 - 128)]
+    bounds = {"total_q": 8192, "max_query_len": 128, "max_seq_len": MAX_INT32}
+    plan = prepare(max_num_batched_tokens=8192, max_num_seqs=64, max_model_len=MAX_INT32)
+    want = built(plan._jax_plan, lengths, bounds)
+    found = window.build(
+        tuple(map(torch.from_numpy, lengths)), window.hidden_keys(CPU), ctas=SMS, **bounds
+    )
+    same_window_plan(found, want)
+    assert found.work.tiles[:128, balance.SCORED].tolist() == [MAX_TOKENS] * 128
+    shares = found.work.ranges[:, balance.RANGE_TILES]
+    assert shares.min() >= 1 and shares.max() <= 3  # 128 equal tiles on 132 CTAs
+    first = found.work.ranges[:, balance.RANGE_TILE]
+    assert first[0] == 0 and (first.diff() >= 0).all() and first[-1] == 127
+
+
+def test_a_window_that_int32_cannot_count_is_refused():
+    lengths = tuple(torch.zeros((3, 4), dtype=torch.int32).unbind())
+    bounds = {"total_q": 6_000_000, "max_query_len": 64, "max_seq_len": MAX_INT32}
+    with pytest.raises(ValueError, match=r"^total_q, max_query_len and max_seq_len must allow"):
+        window.build(lengths, window.hidden_keys(CPU), ctas=SMS, **bounds)
 
 
 def test_window_plans_of_the_other_route_are_refused(launched):

@@ -18,6 +18,7 @@ import numpy as np
 from msa_icp_jax import checks, geometry
 from msa_icp_jax.backend import resolve_backend
 from msa_icp_jax.geometry import BLOCK_SIZE, MAX_INT32, MAX_TOKENS, cdiv
+from msa_icp_jax.ops.prefill_plan.namespace import Namespace
 
 if TYPE_CHECKING:
     from msa_icp_jax.ops.prefill_plan.balance import PrefillWork
@@ -61,13 +62,7 @@ class MSAIcpScorePlan:
 
         ``position // 128 + 1`` of each row; num_tokens defaults to total_q.
         """
-        row = jnp.arange(self.total_q if num_tokens is None else num_tokens, dtype=jnp.int32)
-        if self.num_segments == 0:
-            return jnp.zeros_like(row)
-        inside = row[:, None] - self.qo_starts
-        live = (inside >= 0) & (inside < self.qo_lens)
-        position = jnp.where(live, inside + self.qo_offset, -1).max(axis=1)
-        return jnp.where(position >= 0, position // BLOCK_SIZE + 1, 0)
+        return visible_blocks(self, num_tokens, jnp)
 
 
 def msa_icp_index_score_sharded_plan(
@@ -165,17 +160,46 @@ def msa_icp_index_score_sharded_plan_device(
     total_q = checks.integer("total_q", total_q, 0, MAX_INT32)
     max_query_len = checks.integer("max_query_len", max_query_len, 0, MAX_INT32)
     max_seq_len = checks.integer("max_seq_len", max_seq_len, 0, MAX_INT32)
-    starts = jnp.clip(qo_segment_offsets[:-1], 0, total_q)
-    plan = MSAIcpScorePlan(
-        starts,
-        jnp.minimum(jnp.clip(qo_segment_lens, 0, max_query_len), total_q - starts),
-        jnp.clip(kv_segment_lens, 0, max_seq_len),
-        jnp.minimum(qo_offset, MAX_TOKENS),
-        total_q=total_q,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-    )
+    bounds: dict[str, Any] = {
+        "total_q": total_q,
+        "max_query_len": max_query_len,
+        "max_seq_len": max_seq_len,
+    }
+    lengths = (qo_segment_lens, kv_segment_lens, qo_offset)
+    plan = MSAIcpScorePlan(*within(qo_segment_offsets[:-1], *lengths, **bounds, xp=jnp), **bounds)
     return _with_work(plan, resolve_backend(backend))
+
+
+def within(
+    starts: Any,
+    qo_lens: Any,
+    kv_lens: Any,
+    qo_offset: Any,
+    *,
+    total_q: int,
+    max_query_len: int,
+    max_seq_len: int,
+    xp: Namespace,
+) -> tuple[Any, Any, Any, Any]:
+    """A plan's four leaves, arrays of xp, from int32 [B] ones that may hold anything."""
+    starts = xp.clip(starts, 0, total_q)
+    return (
+        starts,
+        xp.minimum(xp.clip(qo_lens, 0, max_query_len), total_q - starts),
+        xp.clip(kv_lens, 0, max_seq_len),
+        xp.clip(qo_offset, None, MAX_TOKENS),
+    )
+
+
+def visible_blocks(plan: MSAIcpScorePlan, num_tokens: int | None, xp: Namespace) -> Any:
+    """`MSAIcpScorePlan.num_valid_pages` of a plan whose leaves are arrays of xp."""
+    row = xp.arange(plan.total_q if num_tokens is None else num_tokens, dtype=xp.int32)
+    if plan.num_segments == 0:
+        return xp.zeros_like(row)
+    inside = row[:, None] - plan.qo_starts[None, :]
+    live = (inside >= 0) & (inside < plan.qo_lens[None, :])
+    position = xp.amax(xp.where(live, inside + plan.qo_offset[None, :], -1), 1)
+    return xp.where(position >= 0, position // BLOCK_SIZE + 1, 0)
 
 
 def msa_icp_index_score_plan_storage(
@@ -204,7 +228,7 @@ def msa_icp_index_score_plan_storage(
     backend = resolve_backend("auto", device)
 
     def build(lens: jax.Array) -> MSAIcpScorePlan:
-        plan = MSAIcpScorePlan(lens, lens, lens, lens, total_q, total_q, 0)
+        plan = MSAIcpScorePlan(lens, lens, lens, lens, total_q, 0, 0)
         return _with_work(plan, backend)
 
     plan = jax.eval_shape(build, jax.ShapeDtypeStruct((batch,), jnp.int32))

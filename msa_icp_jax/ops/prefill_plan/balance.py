@@ -15,13 +15,14 @@ later (the Top16 of its columns), a tile's parts have consecutive *slots*.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from msa_icp_jax.geometry import HEAD_DIM, MAX_TOKENS, cdiv
+from msa_icp_jax.geometry import HEAD_DIM, MAX_INT32, MAX_TOKENS, cdiv
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan
+from msa_icp_jax.ops.prefill_plan.namespace import Namespace
 
 TILE_TOKENS = 64
 COUNTERS = 8  # of a tile: its rows are joined by eighths, a warp's rows each
@@ -79,114 +80,157 @@ def prefill_work(plan: MSAIcpScorePlan, ctas: int) -> PrefillWork:
     """Builds the work list of a window for a grid of `ctas`; fit for jit.
 
     It depends on neither rank nor page size nor world size, so all layers of a step share it.
+
+    Raises:
+      ValueError: as `work_tables` does.
     """
-    first, running = _tile_counts(plan)
-    tiles = _tiles(plan, first, running)
-    ranges, slots = _equal_ranges(cdiv(tiles[:, SCORED], UNIT_POSITIONS), ctas)
-    tiles = jnp.concatenate([tiles, slots], axis=1)
+    ranges, tiles, tile_of = work_tables(plan, ctas, jnp)
     return PrefillWork(
-        ranges=jnp.concatenate([ranges, tiles[ranges[:, RANGE_TILE]]], axis=1),
+        ranges=ranges,
         tiles=tiles,
-        tile_of=_tile_of_rows(plan, first, running, tiles.shape[0]),
+        tile_of=tile_of,
         hidden=jnp.full((HEAD_DIM, HEAD_DIM), jnp.nan, jnp.float8_e4m3fn),
         counters=jnp.zeros((tiles.shape[0], COUNTERS), jnp.int32),
     )
 
 
-def _tile_counts(plan: MSAIcpScorePlan) -> tuple[jax.Array, jax.Array]:
+def work_tables(plan: MSAIcpScorePlan, ctas: int, xp: Namespace) -> tuple[Any, Any, Any]:
+    """The `PrefillWork` leaves (ranges, tiles, tile_of) of a window whose leaves are arrays of xp.
+
+    Raises:
+      ValueError: a sum over as many tiles as the window's bounds allow would pass an int32.
+    """
+    _check_sums(plan)
+    first, running = _tile_counts(plan, xp)
+    tiles = _tiles(plan, first, running, xp)
+    ranges, slots = _equal_ranges(cdiv(tiles[:, SCORED], UNIT_POSITIONS), ctas, xp)
+    tiles = xp.concatenate([tiles, slots], 1)
+    ranges = xp.concatenate([ranges, tiles[ranges[:, RANGE_TILE]]], 1)
+    return ranges, tiles, _tile_of_rows(plan, first, running, tiles.shape[0], xp)
+
+
+def _check_sums(plan: MSAIcpScorePlan) -> None:
+    """Raises unless positions and every running sum fit an int32, whatever the lengths hold."""
+    query_len = min(plan.max_query_len, plan.total_q)
+    tiles = cdiv(plan.total_q, TILE_TOKENS) + plan.num_segments
+    units = cdiv(min(plan.max_seq_len, MAX_TOKENS), UNIT_POSITIONS)
+    cost = units * UNIT_COST + TILE_COST
+    counted = plan.num_segments * (cdiv(query_len, TILE_TOKENS) + 1)
+    if max(tiles * cost, counted, MAX_TOKENS + query_len) > MAX_INT32:
+        raise ValueError(
+            f"total_q, max_query_len and max_seq_len must allow a work list that int32 can count "
+            f"(ceil(total_q / 64) + segments at most {MAX_INT32 // cost} at this max_seq_len), got "
+            f"{plan.total_q}, {plan.max_query_len} and {plan.max_seq_len} for {plan.num_segments} "
+            "segments"
+        )
+
+
+def _tile_counts(plan: MSAIcpScorePlan, xp: Namespace) -> tuple[Any, Any]:
     """Per segment: the 64-row stretch of its first tile, and the tiles up to its last one."""
     first = plan.qo_starts // TILE_TOKENS
-    count = jnp.where(plan.qo_lens > 0, cdiv(plan.qo_starts + plan.qo_lens, TILE_TOKENS) - first, 0)
-    return first, jnp.cumsum(count, dtype=jnp.int32)
+    count = cdiv(plan.qo_starts + plan.qo_lens, TILE_TOKENS) - first
+    return first, _running_sum(xp.where(plan.qo_lens > 0, count, 0), xp)
 
 
-def _tiles(plan: MSAIcpScorePlan, first: jax.Array, running: jax.Array) -> jax.Array:
+def _tiles(plan: MSAIcpScorePlan, first: Any, running: Any, xp: Namespace) -> Any:
     """All tiles up to SCORED, segment by segment, then rows of zeros."""
     starts, ends = plan.qo_starts, plan.qo_starts + plan.qo_lens
-    index = jnp.arange(cdiv(plan.total_q, TILE_TOKENS) + plan.num_segments, dtype=jnp.int32)
-    segment = _segment_of(running, index)
-    before = jnp.where(segment > 0, running[segment - 1], 0)
-    tile = first[segment] + index - before
-    begin = jnp.maximum(starts[segment], tile * TILE_TOKENS)
-    end = jnp.minimum(ends[segment], (tile + 1) * TILE_TOKENS)
-    position = plan.qo_offset[segment] + tile * TILE_TOKENS - starts[segment]
+    index = _range(cdiv(plan.total_q, TILE_TOKENS) + plan.num_segments, xp)
+    segment = _segment_of(running, index, xp)
+    tile = first[segment] + index - _before(running, segment, xp)
+    row = tile * TILE_TOKENS
+    begin = xp.maximum(starts[segment], row)
+    end = xp.minimum(ends[segment], row + TILE_TOKENS)
+    position = plan.qo_offset[segment] + row - starts[segment]
     keys = plan.kv_lens[segment]
     fields = {
         TILE: tile,
-        FIRST_ROW: begin - tile * TILE_TOKENS,
-        END_ROW: end - tile * TILE_TOKENS,
+        FIRST_ROW: begin - row,
+        END_ROW: end - row,
         SEGMENT: segment,
         POSITION: position,
         KEYS: keys,
-        SCORED: jnp.clip(position + end - tile * TILE_TOKENS, 0, jnp.minimum(keys, MAX_TOKENS)),
+        SCORED: xp.minimum(xp.clip(position + end - row, 0, MAX_TOKENS), keys),
     }
-    table = jnp.stack([fields[i] for i in range(FIRST_SLOT)], axis=1)
-    return jnp.where((index < running[-1])[:, None], table, 0)
+    table = xp.stack([fields[i] for i in range(FIRST_SLOT)], 1)
+    return xp.where((index < running[-1])[:, None], table, 0)
 
 
-def _equal_ranges(units: jax.Array, ctas: int) -> tuple[jax.Array, jax.Array]:
+def _equal_ranges(units: Any, ctas: int, xp: Namespace) -> tuple[Any, Any]:
     """Cuts tiles of `units` [n] into ranges of equal cost.
 
     Returns the ranges [ctas, RANGE_FIELDS] and the tiles' (FIRST_SLOT, PARTS) [n, 2].
     """
-    cost = jnp.where(units > 0, units * UNIT_COST + TILE_COST, 0)
-    cost_end = jnp.cumsum(cost, dtype=jnp.int32)
-    unit_end = jnp.cumsum(units, dtype=jnp.int32)
+    last_tile = units.shape[0] - 1
+    cost = xp.where(units > 0, units * UNIT_COST + TILE_COST, 0)
+    cost_end, unit_end = _running_sum(cost, xp), _running_sum(units, xp)
     unit_start = unit_end - units
 
     # Where equal shares of the cost end, and the nearest place between two units of that tile.
     share, rest = cost_end[-1] // ctas, cost_end[-1] % ctas
-    cta = jnp.arange(ctas + 1, dtype=jnp.int32)
-    cut = cta * share + jnp.minimum(cta, rest)
-    tile = jnp.minimum(_count_up_to(cost_end, cut), units.shape[0] - 1)
+    cta = _range(ctas + 1, xp)
+    cut = cta * share + xp.minimum(cta, rest)
+    tile = xp.clip(_count_up_to(cost_end, cut, xp), None, last_tile)
     inside = cut - (cost_end - cost)[tile] - TILE_COST
-    nearest = jnp.clip((inside + UNIT_COST // 2) // UNIT_COST, 0, units[tile])
-    bound = jnp.where(cta < ctas, unit_start[tile] + nearest, unit_end[-1])
+    nearest = xp.clip((inside + UNIT_COST // 2) // UNIT_COST, 0, None)
+    nearest = xp.minimum(nearest, units[tile])
+    bound = xp.where(cta < ctas, unit_start[tile] + nearest, unit_end[-1])
 
     begin, end = bound[:-1], bound[1:]
-    first = jnp.minimum(_count_up_to(unit_end, begin), units.shape[0] - 1)
-    last = jnp.minimum(_count_up_to(unit_end, end - 1), units.shape[0] - 1)
-    works = end > begin
+    first = xp.clip(_count_up_to(unit_end, begin, xp), None, last_tile)
+    last = xp.clip(_count_up_to(unit_end, end - 1, xp), None, last_tile)
+    works = xp.clip(end - begin, 0, 1)
     # The CTAs that have work, numbered; tile + CTA is a number that no two parts have in common.
-    number = jnp.cumsum(works, dtype=jnp.int32) - works
+    number = _running_sum(works, xp) - works
     fields = {
         RANGE_TILE: first,
-        RANGE_TILES: jnp.where(works, last - first + 1, 0),
+        RANGE_TILES: works * (last - first + 1),
         RANGE_BEGIN: begin - unit_start[first],
         RANGE_END: end - unit_start[last],
         RANGE_SLOT: first + number,
     }
-    ranges = jnp.stack([fields[i] for i in range(RANGE_FIELDS)], axis=1)
+    ranges = xp.stack([fields[i] for i in range(RANGE_FIELDS)], 1)
 
-    opener = number[jnp.minimum(_count_up_to(end, unit_start), ctas - 1)]
-    closer = number[jnp.minimum(_count_up_to(end, unit_end - 1), ctas - 1)]
-    slot = jnp.arange(units.shape[0], dtype=jnp.int32) + opener
-    return ranges, jnp.stack([slot, jnp.where(units > 0, closer - opener + 1, 0)], axis=1)
+    opener = number[xp.clip(_count_up_to(end, unit_start, xp), None, ctas - 1)]
+    closer = number[xp.clip(_count_up_to(end, unit_end - 1, xp), None, ctas - 1)]
+    slot = _range(units.shape[0], xp) + opener
+    return ranges, xp.stack([slot, xp.where(units > 0, closer - opener + 1, 0)], 1)
 
 
 def _tile_of_rows(
-    plan: MSAIcpScorePlan, first: jax.Array, running: jax.Array, tiles: int
-) -> jax.Array:
+    plan: MSAIcpScorePlan, first: Any, running: Any, tiles: int, xp: Namespace
+) -> Any:
     """The tile of each query row, -1 for rows of no segment.
 
     Segments that overlap (starts are device data) may need more `tiles` than there are: their rows
     past the last one belong to no segment, too.
     """
-    row = jnp.arange(max(plan.total_q, 1), dtype=jnp.int32)
+    row = _range(max(plan.total_q, 1), xp)
     ends = plan.qo_starts + plan.qo_lens
-    segment = _segment_of(ends, row)
-    before = jnp.where(segment > 0, running[segment - 1], 0)
-    tile = before + row // TILE_TOKENS - first[segment]
+    segment = _segment_of(ends, row, xp)
+    tile = _before(running, segment, xp) + row // TILE_TOKENS - first[segment]
     inside = (row >= plan.qo_starts[segment]) & (row < ends[segment])
-    return jnp.where(inside & (tile < tiles), tile, -1)
+    return xp.where(inside & (tile < tiles), tile, -1)
 
 
-def _segment_of(ends: jax.Array, index: jax.Array) -> jax.Array:
+def _before(running: Any, segment: Any, xp: Namespace) -> Any:
+    """Tiles of the segments before each."""
+    return xp.where(segment > 0, running[xp.clip(segment - 1, 0, None)], 0)
+
+
+def _segment_of(ends: Any, index: Any, xp: Namespace) -> Any:
     """The first segment whose (non-decreasing) end lies past index; the last one if none does."""
-    return jnp.minimum(_count_up_to(ends, index), ends.shape[0] - 1)
+    return xp.clip(_count_up_to(ends, index, xp), None, ends.shape[0] - 1)
 
 
-def _count_up_to(values: jax.Array, limit: jax.Array) -> jax.Array:
-    """How many of the non-decreasing `values` are at most `limit`, for each limit."""
-    count = jnp.searchsorted(values, limit, side="right", method="compare_all")
-    return count.astype(jnp.int32)
+def _count_up_to(values: Any, limit: Any, xp: Namespace) -> Any:
+    """How many of the `values` are at most `limit`, for each limit."""
+    return (values[None, :] <= limit[:, None]).sum(1, dtype=xp.int32)
+
+
+def _running_sum(values: Any, xp: Namespace) -> Any:
+    return xp.cumsum(values, 0, dtype=xp.int32)
+
+
+def _range(size: int, xp: Namespace) -> Any:
+    return xp.arange(size, dtype=xp.int32)
