@@ -30,8 +30,8 @@ from msa_icp_jax import (
 )
 from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, TOPK
 from msa_icp_jax.ops._mosaic.launch import Target, launch
+from msa_icp_jax.ops._mosaic.publish import publish_rows, publish_tagged_rows
 from msa_icp_jax.ops.merge.mosaic import merge_arriving_rows
-from msa_icp_jax.ops.publish.mosaic import publish_rows, publish_tagged_rows
 from msa_icp_jax.ops.select.mosaic import select_and_publish_rows, select_and_publish_tagged_rows
 from msa_icp_jax.rows import READY, ROW_WORDS, TAGGED_WORDS
 

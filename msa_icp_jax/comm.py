@@ -6,8 +6,8 @@ collective transport (`lax.all_to_all` over the icp axis) and for a one-sided on
 into peers' memory: row (t, h) of source rank r lies on rank ``h // hpr`` at flat row
 ``((slot W + r) hpr + h % hpr) C + t``.
 
-The one-sided transport is a select that publishes its rows (or `ops.publish`, for rows that are
-there already) and `ops.merge`'s waiting form. In JAX its storage lies outside XLA's memory
+The one-sided transport is a select that publishes its rows (or `ops._mosaic.publish`, for rows that
+are there already) and `ops.merge`'s waiting form. In JAX its storage lies outside XLA's memory
 (`peer_storage`), and a comm has the addresses. The two forms of rows differ in what they survive.
 A flag says that a row is there, not whose call it belongs to: once a wait has run out (`errors`
 grew), a legacy row that comes after all is taken for the next one of its slot, so the ranks must

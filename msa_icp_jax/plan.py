@@ -49,7 +49,6 @@ from msa_icp_jax.geometry import (
 from msa_icp_jax.ops.decode_score import (
     msa_icp_decode_index_score_sharded,
     msa_icp_decode_pool_bytes,
-    score_publish,
 )
 from msa_icp_jax.ops.index_cache import check_index_k
 from msa_icp_jax.ops.merge import msa_icp_merge_candidates
@@ -67,9 +66,10 @@ from msa_icp_jax.ops.select import (
     msa_icp_topk_select_publish,
 )
 
-# Requests from which the fused decode beats score + select, by measurement; None: never. There is
-# no crossover on an H200: fused over unfused time was 1.17 for 1 request of 1M keys (W 4), 1.29 for
-# 8 and 1.17 for 32 of 128K keys (W 4), 1.36 for 32 of 32K keys and 1.18 for 64 of 64K keys (W 2).
+# Requests from which a fused decode beats score + select, by measurement; None: never. The fused
+# decode is score + select over a plane of its own, since a kernel that kept lists instead took
+# longer on an H200: 1.17 times for 1 request of 1M keys (W 4), 1.29 for 8 and 1.17 for 32 of 128K
+# keys (W 4), 1.36 for 32 of 32K keys and 1.18 for 64 of 64K keys (W 2).
 _FUSED_DECODE_MIN_BATCH: dict[str, int | None] = {"xla": None, "mosaic": None}
 _FUSED_PREFILL: dict[str, bool] = {"xla": False, "mosaic": False}
 
@@ -214,8 +214,8 @@ class MSAIcpIndexerPlan:
           tagged: exchange tagged rows; needs at least two sparse layers.
           decode_query_len: query tokens of every request.
           enable_pdl: let kernel launches overlap their predecessors' ends (Mosaic only).
-          fused: score and select in one pass, without a score plane (`scores` is returned as it
-            came); None: from `fused_decode_min_batch` requests up.
+          fused: leave `scores` alone (it is returned as it came) and score into a temporary plane
+            of 4 heads x columns x 4 bytes a token; None: from `fused_decode_min_batch` requests up.
 
         Returns:
           (output, scores, comm): ids int32 ascending with a -1 tail; the score plane with the
@@ -253,18 +253,18 @@ class MSAIcpIndexerPlan:
             output = jnp.full(
                 (tokens, self.geometry.heads_per_rank, TOPK), rows.NO_BLOCK, jnp.int32
             )
-        if scores is None and not fused:
+        plane = scores
+        if plane is None or fused:
             shape = (tokens, NUM_HEADS, self.geometry.score_columns)
-            scores = jnp.full(shape, -jnp.inf, jnp.float32)
+            plane = jnp.full(shape, -jnp.inf, jnp.float32)
         if tokens == 0:
-            return output, scores, comm
+            return output, scores if fused else plane, comm
 
-        score_select = self._decode_fused if fused else self._decode_unfused
         storage = comm if comm is not None else MSAIcpComm.zeros(self.geometry.world_size, tokens)
-        message, scores = score_select(
+        message, plane = self._score_select(
             (index_q, index_k, block_table, seq_lens),
             num_valid_pages,
-            scores,
+            plane,
             decode_query_len=decode_query_len,
             enable_pdl=enable_pdl,
             generations=storage.publish_generations if tagged else None,
@@ -273,7 +273,7 @@ class MSAIcpIndexerPlan:
         output, storage = self._exchange_merge(
             message, num_valid_pages, output, storage, slot, enable_pdl
         )
-        return output, scores, storage if comm is not None else None
+        return output, scores if fused else plane, storage if comm is not None else None
 
     def prefill_window_plan(
         self,
@@ -547,7 +547,7 @@ class MSAIcpIndexerPlan:
         return (self.geometry.window_tokens, NUM_HEADS, self.geometry.score_columns)
 
     def decode_pool_shape(self) -> tuple[int]:
-        """(bytes,): scratch of the fused decode at the plan's limits, uint8."""
+        """(bytes,): a fused decode's score plane at the plan's limits, uint8."""
         query_len = self.geometry.max_decode_query_len
         batch = min(self.geometry.max_num_seqs, -(-self.geometry.max_decode_tokens // query_len))
         pool = msa_icp_decode_pool_bytes(
@@ -704,16 +704,16 @@ class MSAIcpIndexerPlan:
             )
         return merged.output, dataclasses.replace(storage, **updates)
 
-    def _decode_unfused(
+    def _score_select(
         self,
         inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
         num_valid_pages: jax.Array,
-        scores: Any,
+        scores: jax.Array,
         *,
         decode_query_len: int,
         enable_pdl: bool,
         **counters: Any,
-    ) -> tuple[MSAIcpRows, jax.Array | None]:
+    ) -> tuple[MSAIcpRows, jax.Array]:
         geometry, rank = self.geometry, self._rank()
         scores = msa_icp_decode_index_score_sharded(
             *inputs,
@@ -740,35 +740,6 @@ class MSAIcpIndexerPlan:
             index_offset=geometry.index_offset(rank),
             enable_pdl=enable_pdl,
             backend=self.backend,
-            **counters,
-        )
-        return message, scores
-
-    def _decode_fused(
-        self,
-        inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
-        num_valid_pages: jax.Array,
-        scores: jax.Array | None,
-        *,
-        decode_query_len: int,
-        enable_pdl: bool,
-        **counters: Any,
-    ) -> tuple[MSAIcpRows, jax.Array | None]:
-        geometry = self.geometry
-        message = score_publish(
-            *inputs,
-            num_valid_pages,
-            columns=geometry.score_columns,
-            rank=self._rank(),
-            world_size=geometry.world_size,
-            page_size=geometry.page_size,
-            decode_query_len=decode_query_len,
-            force_begin_blocks=geometry.init_blocks,
-            force_end_blocks=geometry.local_blocks,
-            enable_pdl=enable_pdl,
-            backend=self.backend,
-            precision=self.precision,
-            row_offset=geometry.row_offset,
             **counters,
         )
         return message, scores

@@ -20,10 +20,9 @@ import oracle
 import torch
 
 from msa_icp_jax.comm import comm_shapes
-from msa_icp_jax.ops._mosaic import direct
+from msa_icp_jax.ops._mosaic import direct, publish
 from msa_icp_jax.ops._mosaic.launch import Target
 from msa_icp_jax.ops.merge import mosaic as merge
-from msa_icp_jax.ops.publish import mosaic as publish
 from msa_icp_jax.ops.select import mosaic as select
 
 Array = npt.NDArray[Any]

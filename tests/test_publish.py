@@ -15,10 +15,9 @@ import pytest
 from lane_simulator import Lane, Words
 
 from msa_icp_jax.comm import comm_shapes
-from msa_icp_jax.ops._mosaic import long_rows, peer_memory, peer_rows
+from msa_icp_jax.ops._mosaic import long_rows, peer_memory, peer_rows, publish
 from msa_icp_jax.ops._mosaic.launch import Target
 from msa_icp_jax.ops._mosaic.peer_rows import Owners, PeerRows
-from msa_icp_jax.ops.publish import mosaic as publish
 from msa_icp_jax.ops.select import mosaic as select
 
 Array = npt.NDArray[Any]

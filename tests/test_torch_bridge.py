@@ -283,10 +283,10 @@ def test_warmup_compiles_what_calls_need(monkeypatch, compound, fused):
         steps.append(decode_step(plan, case, keys))
         sizes = {"table_width": 16, "batch_sizes": [2], "query_lens": [2]}
         plan.warmup(steps[-1].index_k, **sizes, fused=fused)
-    pools = {
-        name: torch.zeros(getattr(group.plans[0], name)(), dtype=torch.uint8) if fused else None
-        for name in ("decode_pool_shape", "prefill_pool_shape")
-    }
+    decode_pools = group.decode_pools() if fused else None
+    prefill_pool = None
+    if fused:
+        prefill_pool = torch.zeros(group.plans[0].prefill_pool_shape(), dtype=torch.uint8)
     steps = [s._replace(scores=s.scores[:4], output=s.output[:4]) for s in steps]
     windows = [prefill_window(plan, window_case) for plan in group.plans]
     bounds = {"total_q": 48, "max_query_len": 48, "max_seq_len": limits["max_model_len"]}
@@ -302,14 +302,14 @@ def test_warmup_compiles_what_calls_need(monkeypatch, compound, fused):
             window.score_scratch,
             window.num_valid_pages,
             window.carrier[:, :48].contiguous(),
-            pools["prefill_pool_shape"],
+            prefill_pool,
         )
         received = window.received[:, :, :48].contiguous()
         plan.prefill_merge(received, window.num_valid_pages, window.output)
 
     with nothing_compiles():
-        group.decode(steps, 2, pool=pools["decode_pool_shape"])
-        group.decode(steps, 2, slot=1, tagged=True, pool=pools["decode_pool_shape"])
+        group.decode(steps, 2, decode_pools)
+        group.decode(steps, 2, decode_pools, slot=1, tagged=True)
         group.each(prefill)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import oracle
 import pytest
 from chains import (
     GROUPS,
+    OLD_SCORE,
     OLD_WORD,
     Decoded,
     Prefilled,
@@ -105,32 +107,28 @@ def test_decode_stores_what_the_contract_says(group):
                 assert (stored >> 32 == generation).all()
 
 
-def test_decode_fused_by_its_pool_leaves_scores_and_pool(group):
+def test_decode_with_a_pool_scores_there(group):
+    """As on a plane of -inf, whatever is in the pool and however many blocks a count names."""
     case = random_decode([700, 2], 4, group.plans[0].geometry.page_size)
-    pool = torch.full(group.plans[0].decode_pool_shape(), 7, dtype=torch.uint8)
-    # One pool a rank: it is among the written tensors, and ranks run at the same time.
-    steps = [decode_step(plan, case) for plan in group.plans]
-    pools = [pool.clone() for _ in steps]
-    group.each(
-        lambda rank, plan: plan.decode(
-            *steps[rank],
-            comm=group.comms[rank],
-            slot=2,
-            tagged=False,
-            decode_query_len=4,
-            pool=pools[rank],
-        )
-    )
-    found = Decoded(outputs([s.output for s in steps]), planes([s.scores for s in steps]))
-    check_decoded(jax_plan(group), case, found, fused=True)
-    assert all(torch.equal(mine, pool) for mine in pools)
+    case = dataclasses.replace(case, counts=case.counts + 20)
+    plain, pooled = ([decode_step(plan, case) for plan in group.plans] for _ in range(2))
+    for step in plain:
+        step.scores.fill_(-torch.inf)
+    pools = group.decode_pools(7)
+    group.decode(plain, 4)
+    group.decode(pooled, 4, pools, slot=1)
+    for want, step, pool in zip(plain, pooled, pools, strict=True):
+        assert torch.equal(step.output, want.output)
+        assert (step.scores == OLD_SCORE).all()
+        scores = want.scores[:8]
+        assert torch.equal(pool[: scores.nbytes].view(torch.float32), scores.flatten())
+        assert (pool[scores.nbytes :] == 7).all()
 
 
-def test_decode_fused_needs_no_scores(group):
+def test_decode_with_a_pool_needs_no_scores(group):
     case = random_decode([700, 2], 4, group.plans[0].geometry.page_size)
     steps = [decode_step(plan, case)._replace(scores=None) for plan in group.plans]
-    pool = torch.zeros(group.plans[0].decode_pool_shape(), dtype=torch.uint8)
-    group.decode(steps, 4, pool=pool)
+    group.decode(steps, 4, group.decode_pools())
     check_output(jax_plan(group), case, outputs([s.output for s in steps]))
 
 

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import functools
 import gc
+import math
 import warnings
 import weakref
 from typing import Any
@@ -159,6 +160,9 @@ class Checked:
         step = self.step._replace(**changes)
         self.plan.decode(*step, comm=self.comm, **self.options | options)
 
+    def pool(self) -> torch.Tensor:
+        return torch.empty(self.plan.decode_pool_shape(), dtype=torch.uint8)
+
 
 INPUTS = ("index_q", "block_table", "seq_lens", "num_valid_pages")
 
@@ -176,22 +180,35 @@ def test_another_decode_like_it_is_launched_as_if_it_were_the_first(
     if one_sided:
         set_bases(mine.plan, mine.comm)
     names = [*INPUTS, "output"] if fused else [*INPUTS, "scores", "output"]
-    shape = mine.plan.decode_pool_shape()
-    pools = [torch.zeros(shape, dtype=torch.uint8) if fused else None for _ in range(2)]
-    mine.call(pool=pools[0])
+    pool = torch.zeros(mine.plan.decode_pool_shape(), dtype=torch.uint8) if fused else None
+    mine.call(pool=pool)
     length = len(launched.kernels)
-    mine.call(slot=3, pool=pools[1])
+    mine.call(slot=3, pool=pool)
     assert launched.kernels[length:] == launched.kernels[:length]
     for changed in (*([name] for name in names), names, [], names[:1]):
         tensors = {name: getattr(mine.step, name).clone() for name in changed}
         launched.kernels.clear()
-        mine.call(**tensors, pool=pools[0])
+        mine.call(**tensors, pool=pool)
         assert mine.count == 1
         mine.plan._route._calls, kept = RememberedCalls(9), mine.plan._route._calls
         fresh.step = mine.step
-        fresh.call(**tensors, pool=pools[0])
+        fresh.call(**tensors, pool=pool)
         mine.plan._route._calls = kept
         assert launched.kernels[:length] == launched.kernels[length:]
+
+
+def test_a_pool_is_cleared_in_every_call(launched, monkeypatch):
+    mine = Checked(prepare(), monkeypatch)
+    shape = mine.step.scores[: 2 * len(LENGTHS)].shape
+    for count, pool in ((1, mine.pool()), (2, mine.pool())):
+        plane = pool[: math.prod(shape) * 4].view(torch.float32).view(shape)
+        for _ in range(2):
+            pool.fill_(7)
+            mine.call(pool=pool)
+            assert mine.count == count
+            assert torch.equal(plane, torch.full(shape, -torch.inf))
+            assert (pool[plane.nbytes :] == 7).all()
+            assert all(plane.data_ptr() in kernel for kernel in launched.kernels[-3:-1])
 
 
 def test_what_may_not_be_exchanged_is_checked(launched, monkeypatch):
@@ -362,19 +379,19 @@ def test_tensors_that_share_an_address_are_not_exchanged(launched, monkeypatch):
 
 
 @pytest.mark.parametrize(("world_size", "page_size"), [(2, 128), (4, 256)])
-def test_a_fused_decode_needs_no_scores(launched, world_size, page_size):
+def test_a_decode_with_a_pool_needs_no_scores(launched, world_size, page_size):
     plan = prepare(world_size, page_size)
     step, comm = decode_step(plan, random_decode(LENGTHS, 2, page_size)), plan.init_comm()
     set_bases(plan, comm)
     pool = torch.zeros(plan.decode_pool_shape(), dtype=torch.uint8)
     arguments = {"comm": comm, "slot": 0, "tagged": True, "decode_query_len": 2}
     plan.decode(*step._replace(scores=None), **arguments, pool=pool)
-    *fused, publish, merge = launched.kernels
+    score, select, merge = launched.kernels
     inputs = [step.index_q, step.index_k, step.block_table, step.seq_lens]
-    assert fused[0][1:5] == [x.data_ptr() for x in inputs]
-    assert publish[1] in fused[-1][1:]
+    assert score[1:5] == [x.data_ptr() for x in inputs]
+    assert pool.data_ptr() in score
+    assert select[1] == pool.data_ptr()
     assert step.output.data_ptr() in merge
-    assert not pool.any()
 
 
 @pytest.mark.parametrize(
@@ -827,8 +844,7 @@ def test_warmup_is_all_that_a_capture_needs(launched, monkeypatch, one_sided, fu
     plan.prefill_merge(received, ragged.num_valid_pages, ragged.output)
     assert len(launched.compiled) == compiled
     assert len(plan._route._buffers) == buffers
-    decodes = 6 * (4 if one_sided and fused else 3)
-    assert len(launched.kernels) == decodes + (2 if fused else 3)
+    assert len(launched.kernels) == 6 * 3 + (2 if fused else 3)
 
 
 def test_unaligned_tensors_are_refused_by_name(launched):

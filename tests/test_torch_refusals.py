@@ -283,6 +283,15 @@ def test_pool_over_the_output(plan):
     refused(plan, "decode", arguments | {"output": bad, "pool": pool}, ValueError, "overlap")
 
 
+def test_a_pool_where_no_plane_can_lie(plan):
+    size = plan.decode_pool_shape()[0]
+    pool = torch.zeros(size + 32, dtype=torch.uint8)
+    for start in (1, 4, 8):
+        bad = {"pool": pool[start : start + size]}
+        match = "^pool must start at a multiple of 16 bytes"
+        refused(plan, "decode", decode_arguments(plan) | bad, ValueError, match)
+
+
 def test_received_over_the_carrier(plan):
     arguments = exchange_arguments(plan)
     bad = arguments["carrier_view"].view(arguments["received"].shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -186,13 +186,28 @@ class Group:
         with ThreadPoolExecutor(len(self.plans)) as pool:
             return list(pool.map(call, range(len(self.plans)), self.plans))
 
-    def decode(self, steps: list[Step], query_len: int, **options: Any) -> None:
-        options = {"slot": 0, "tagged": False} | options
+    def decode(
+        self,
+        steps: list[Step],
+        query_len: int,
+        pools: Sequence[torch.Tensor | None] | None = None,
+        **options: Any,
+    ) -> None:
+        """Every rank's decode; `pools` has one a rank."""
+        options = {"slot": 0, "tagged": False, "decode_query_len": query_len} | options
+        pools = pools or [None] * len(steps)
         self.each(
             lambda rank, plan: plan.decode(
-                *steps[rank], comm=self.comms[rank], decode_query_len=query_len, **options
+                *steps[rank], comm=self.comms[rank], pool=pools[rank], **options
             )
         )
+
+    def decode_pools(self, value: int = 0) -> list[torch.Tensor]:
+        """A decode pool of every rank's own."""
+        return [
+            torch.full(plan.decode_pool_shape(), value, dtype=torch.uint8, device=plan.device)
+            for plan in self.plans
+        ]
 
 
 def outputs(tensors: list[torch.Tensor]) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from msa_icp_torch import pages
 from msa_icp_torch.bridge import check_tensor
 
 FLOAT8 = torch.float8_e4m3fn
+_POOL_ALIGNMENT = 16  # bytes: of what a kernel stores together
 
 
 class Arguments:
@@ -36,8 +38,8 @@ class Arguments:
         seq_lens: Any,
         num_valid_pages: Any,
         query_len: int,
-    ) -> tuple[int, int]:
-        """Checks decode's inputs; returns T and B."""
+    ) -> int:
+        """Checks decode's inputs; returns T."""
         limits = self.geometry
         query_len = check_query_len("decode_query_len", query_len, limits.max_decode_query_len)
         self.tensor("block_table", block_table, torch.int32, None, AtLeast(1))
@@ -49,7 +51,7 @@ class Arguments:
         self.index_k(index_k)
         self.tensor("seq_lens", seq_lens, torch.int32, requests)
         self.tensor("num_valid_pages", num_valid_pages, torch.int32, tokens)
-        return tokens, requests
+        return tokens
 
     def tagged(self, tagged: Any) -> None:
         """Raises unless the plan can exchange rows in this form."""
@@ -146,6 +148,17 @@ class Arguments:
         """Raises unless `pool` is None or at least as large as the plan says."""
         if pool is not None:
             self.tensor("pool", pool, torch.uint8, AtLeast(*shape))
+
+    def plane_in(self, pool: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The score plane of `tokens` tokens at a pool's start."""
+        places = {"address": pool.data_ptr(), "storage offset": pool.storage_offset()}
+        for what, place in places.items():
+            if place % _POOL_ALIGNMENT:
+                raise ValueError(
+                    f"pool must start at a multiple of {_POOL_ALIGNMENT} bytes, got {what} {place}"
+                )
+        shape = (tokens, NUM_HEADS, self.geometry.score_columns)
+        return pool[: math.prod(shape) * torch.float32.itemsize].view(torch.float32).view(shape)
 
     def _received(self, tokens: Any) -> tuple[Any, ...]:
         owned = (self.geometry.world_size, self.geometry.heads_per_rank)

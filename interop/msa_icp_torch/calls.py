@@ -17,12 +17,13 @@ class DecodeCall:
     """A decode of T > 0 tokens.
 
     Attributes:
-      scores: float32 [T, 4, columns] to write into, or None when fused.
+      scores: float32 [T, 4, columns] to write into.
       output: int32 [T, hpr, 16] to write into.
       slot: in [0, 3).
+      fused: `scores` lie in the caller's pool, and become -inf first.
       one_sided: whether rows go by device addresses, without a collective.
-      index_q, index_k, block_table, seq_lens, num_valid_pages, comm, tagged, query_len, fused,
-        enable_pdl: as in `MSAIcpIndexerPlan.decode`.
+      index_q, index_k, block_table, seq_lens, num_valid_pages, comm, tagged, query_len, enable_pdl:
+        as in `MSAIcpIndexerPlan.decode`.
     """
 
     index_q: torch.Tensor
@@ -30,7 +31,7 @@ class DecodeCall:
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     num_valid_pages: torch.Tensor
-    scores: torch.Tensor | None
+    scores: torch.Tensor
     output: torch.Tensor
     comm: MSAIcpComm
     slot: int
@@ -44,6 +45,12 @@ class DecodeCall:
     def tokens(self) -> int:
         """T."""
         return self.output.shape[0]
+
+
+def clear_scores(plane: torch.Tensor) -> None:
+    """Makes a plane -inf."""
+    with torch.inference_mode():  # the caller's tensors may be inference tensors
+        plane.fill_(-torch.inf)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, TOPK
 from msa_icp_jax.ops._mosaic import direct
 from msa_icp_jax.ops._mosaic.direct import Copy, Launches, Lowered, Program
 from msa_icp_jax.ops._mosaic.launch import Target
-from msa_icp_jax.programs import decode_shapes, is_decode_fused
+from msa_icp_jax.programs import decode_shapes
 from msa_icp_torch import exchange, kernels, pages, window
 from msa_icp_torch.bridge import (
     Span,
@@ -38,7 +38,7 @@ from msa_icp_torch.bridge import (
     span_of,
     spans_of,
 )
-from msa_icp_torch.calls import DecodeCall, PrefillCall
+from msa_icp_torch.calls import DecodeCall, PrefillCall, clear_scores
 from msa_icp_torch.comm import check_aligned
 from msa_icp_torch.dlpack import at_row_offset
 from msa_icp_torch.warmup import table_width_of
@@ -126,58 +126,46 @@ class DirectRoute:
                 before, message = self._rows(call)
                 behind = self._collective(call, message)
             launches = [*before, *behind]
-        by_address = all(kernel is not None for _, kernel, _ in before)
+        kernels_before = before[call.fused :]  # a fused decode clears its plane first
+        by_address = all(kernel is not None for _, kernel, _ in kernels_before)
         self._calls.remember(owners, options, launches, by_address)
         self._stream.launch(launches)
 
     def _rows(self, call: DecodeCall) -> tuple[Launches, torch.Tensor]:
         """Score and select; the launches, and the rows [W, hpr, T, 33] that they leave."""
-        if call.fused:
-            fused, launches = self._scorer(kernels.decode_rows, call, call.num_valid_pages)
-            return launches, self._result(fused)
         select = self._program(kernels.select_rows, self._facts(), call.tokens, call.enable_pdl)
         selected = select.bind((call.scores, call.num_valid_pages))
         return [*self._scores(call), *selected], self._result(select)
 
     def _scores(self, call: DecodeCall) -> Launches:
-        return self._scorer(kernels.decode_scores, call, call.scores)[1]
-
-    def _scorer(
-        self, lower: Callable[..., Lowered], call: DecodeCall, other: torch.Tensor | None
-    ) -> tuple[Program, Launches]:
-        """A scorer and its launches; `other` is its last argument."""
         base, row_offset = pages.base_of(call.index_k)
         requests, width = call.block_table.shape
         batch = kernels.Batch(requests, call.query_len, tuple(base.shape), width)
-        scorer = self._program(lower, self._facts(row_offset), batch, call.enable_pdl)
+        facts = self._facts(row_offset)
+        scorer = self._program(kernels.decode_scores, facts, batch, call.enable_pdl)
         inputs = (call.index_q, base, call.block_table, call.seq_lens)
-        return scorer, scorer.bind((*inputs, other))
+        launches = scorer.bind((*inputs, call.scores))
+        if call.fused:
+            launches.insert(0, (functools.partial(clear_scores, call.scores), None, None))
+        return launches
 
     def _one_sided(self, call: DecodeCall) -> Launches:
-        """Score and select, the rows stored at their owners: by the select itself, unless fused."""
+        """Score and select, the rows stored at their owners by the select."""
         comm, slot = call.comm, self._slots[call.slot]
         peers = (
             (comm.tagged_recv_bases, slot, comm.publish_generations)
             if call.tagged
             else (comm.recv_bases, slot, comm.errors)
         )
-        sent: tuple[torch.Tensor | None, ...]
-        if call.fused:
-            before, message = self._rows(call)
-            sent = (message,)
-        else:
-            before, sent = self._scores(call), (call.scores, call.num_valid_pages)
-        sender = self._sender(call.tokens, call.tagged, call.fused, call.enable_pdl)
-        return [*before, *sender.bind((*sent, *peers))]
+        scores = self._scores(call)
+        select = self._publishing_select(call.tokens, call.tagged, call.enable_pdl)
+        return [*scores, *select.bind((call.scores, call.num_valid_pages, *peers))]
 
-    def _sender(self, tokens: int, tagged: bool, fused: bool, pdl: bool) -> Program:
-        """The kernel that stores rows at their owners."""
+    def _publishing_select(self, tokens: int, tagged: bool, pdl: bool) -> Program:
         form = (self._facts(), tokens, pdl)
         if tagged:
-            lower = kernels.publish_tagged_rows if fused else kernels.select_and_publish_tagged_rows
-            return self._program(lower, *form)
-        lower = kernels.publish_rows if fused else kernels.select_and_publish_rows
-        return self._program(lower, *form, self._spin_limit)
+            return self._program(kernels.select_and_publish_tagged_rows, *form)
+        return self._program(kernels.select_and_publish_rows, *form, self._spin_limit)
 
     def _merge(self, call: DecodeCall, spin_limit: int) -> Launches:
         """Merges the rows of the slot, each of which is looked at up to `spin_limit` times."""
@@ -321,16 +309,13 @@ class DirectRoute:
         width = table_width_of(geometry, table_width)
         with self._stream.device(), direct.on_cpu():
             for requests, length in decode_shapes(geometry, batch_sizes, query_lens):
-                is_fused = is_decode_fused(self._plan, requests, fused)
-                self._warm_exchange(requests * length, forms, is_fused)
+                self._warm_exchange(requests * length, forms)
                 if index_k is not None:
-                    self._warm_scorer(requests, length, index_k, width, is_fused)
+                    self._warm_scorer(requests, length, index_k, width)
             if prefill:
                 self._warm_prefill(index_k, width, fused)
 
-    def _warm_exchange(
-        self, tokens: int, forms: Mapping[bool, Sequence[bool]], fused: bool
-    ) -> None:
+    def _warm_exchange(self, tokens: int, forms: Mapping[bool, Sequence[bool]]) -> None:
         """What comes behind the scorer in a decode."""
         facts = self._facts()
         for tagged, transports in forms.items():
@@ -338,18 +323,17 @@ class DirectRoute:
                 spin_limit = self._spin_limit if one_sided else 1
                 self._program(kernels.merge_rows, facts, tokens, tagged, True, spin_limit)
                 if one_sided:
-                    self._sender(tokens, tagged, fused, True)
-                elif not fused:
+                    self._publishing_select(tokens, tagged, True)
+                else:
                     self._program(kernels.select_rows, facts, tokens, True)
         self._warm_buffers(tokens)
 
     def _warm_scorer(
-        self, requests: int, query_len: int, index_k: torch.Tensor, width: int, fused: bool
+        self, requests: int, query_len: int, index_k: torch.Tensor, width: int
     ) -> None:
         base, row_offset = pages.base_of(index_k)
         batch = kernels.Batch(requests, query_len, tuple(base.shape), width)
-        lower = kernels.decode_rows if fused else kernels.decode_scores
-        self._program(lower, self._facts(row_offset), batch, True)
+        self._program(kernels.decode_scores, self._facts(row_offset), batch, True)
 
     def _warm_buffers(self, tokens: int) -> None:
         """Allocates what the exchanges take."""
@@ -468,8 +452,8 @@ class RememberedCalls:
     """Launches of earlier decodes, by their index keys, comm, shapes and options.
 
     A call's owners are its tensors in the order of `MSAIcpIndexerPlan.decode` (None for a plane or
-    a pool that is not there) and its comm. Nothing is kept alive: a call is forgotten when its
-    index keys or comm go, before another object can have that one's id.
+    a pool that is not there) and its comm. A call is forgotten when its index keys or comm go,
+    before another object can have that one's id; of its tensors only a pool is kept alive.
     """
 
     def __init__(self, most: int) -> None:
@@ -581,7 +565,7 @@ class _Remembered(NamedTuple):
         for i, tensor in enumerate(tensors):
             if tensor is known[i]() and addresses[i] == self.addresses[i]:
                 continue
-            if i == _INDEX_K or addresses[i] % _ALIGNMENT:
+            if i == _INDEX_K or self.dtypes[i] == _POOL_DTYPE or addresses[i] % _ALIGNMENT:
                 return None
             try:
                 check_tensor("", tensor, self.dtypes[i], device, *tensor.shape)
@@ -601,6 +585,7 @@ class _Remembered(NamedTuple):
 
 
 _INDEX_K, _INPUTS = 1, 5  # the place of the index keys among owners; how many of them are read
+_POOL_DTYPE = torch.uint8  # of a pool alone, which the step that clears it holds
 _address, _size, _is = torch.Tensor.data_ptr, torch.Tensor.size, operator.is_
 _is_contiguous = torch.Tensor.is_contiguous
 
@@ -633,7 +618,7 @@ def _clear(call: PrefillCall) -> None:
     """A window without segments: no score, or rows without a candidate."""
     with torch.inference_mode():
         if call.plane is not None:
-            call.plane.fill_(-torch.inf)
+            clear_scores(call.plane)
             return
         carrier = call.carrier[:, : call.tokens]
         carrier[..., :TOPK] = rows.NEG_INF_WORD

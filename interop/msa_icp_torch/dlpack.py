@@ -18,7 +18,7 @@ from msa_icp_jax import MSAIcpScorePlan, rows
 from msa_icp_jax.geometry import NUM_SLOTS
 from msa_icp_torch import exchange, pages, programs
 from msa_icp_torch.bridge import Bridge, is_capturing
-from msa_icp_torch.calls import DecodeCall, PrefillCall
+from msa_icp_torch.calls import DecodeCall, PrefillCall, clear_scores
 from msa_icp_torch.warmup import Warmup
 from msa_icp_torch.window import WindowPlan
 
@@ -175,19 +175,17 @@ class DlpackRoute:
         """Scores and selects; returns the rows to send, [W, hpr, T, 33] or [W, hpr, T, 32, 2]."""
         fresh, keep = self._bridge.fresh, self._bridge.kept
         generations = call.comm.publish_generations if call.tagged else None
-        program = programs.decode_rows(
-            plan, call.query_len, call.fused, call.enable_pdl, self._bridge.donates
-        )
+        program = programs.decode_rows(plan, call.query_len, call.enable_pdl, self._bridge.donates)
+        if call.fused:
+            clear_scores(call.scores)
         message, new_scores, new_generations = program(
             (fresh(call.index_q), keys, keep(call.block_table), keep(call.seq_lens)),
             counts,
             self._slots[call.slot],
-            None if call.scores is None else fresh(call.scores),
+            fresh(call.scores),
             None if generations is None else fresh(generations),
         )
-        results = {}
-        if call.scores is not None:
-            results["scores"] = (call.scores, new_scores)
+        results = {"scores": (call.scores, new_scores)}
         if generations is not None:
             results["comm.publish_generations"] = (generations, new_generations)
         self._bridge.deliver(results)

@@ -27,10 +27,8 @@ from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, NUM_SLOTS, TOPK
 from msa_icp_jax.ops._mosaic import direct
 from msa_icp_jax.ops._mosaic.direct import Lowered
 from msa_icp_jax.ops._mosaic.launch import Target, building_for
-from msa_icp_jax.ops.decode_score import score_publish
 from msa_icp_jax.ops.merge import mosaic as merge
 from msa_icp_jax.ops.prefill_plan.balance import prefill_work
-from msa_icp_jax.ops.publish import mosaic as publish
 from msa_icp_jax.ops.select import mosaic as select
 
 _FLOAT8 = jnp.float8_e4m3fn
@@ -176,18 +174,6 @@ def decode_scores(facts: Facts, batch: Batch, pdl: bool) -> Lowered:
 
 
 @functools.cache
-def decode_rows(facts: Facts, batch: Batch, pdl: bool) -> Lowered:
-    """``(index_q, index_k, block_table, seq_lens, num_valid_pages)`` to rows, fused."""
-    columns = facts.geometry.score_columns
-    options = {"columns": columns, **facts.forced, **batch.options(facts, pdl)}
-
-    def run(*arrays: Any) -> Any:
-        return score_publish(*arrays, **options).rows
-
-    return facts.lower(run, *batch.arrays, _array(batch.tokens))
-
-
-@functools.cache
 def select_rows(facts: Facts, tokens: int, pdl: bool) -> Lowered:
     """``(scores, num_valid_pages)`` to rows."""
     geometry = facts.geometry
@@ -258,49 +244,6 @@ def select_and_publish_tagged_rows(facts: Facts, tokens: int, pdl: bool) -> Lowe
     scored = (facts.plane(tokens), _array(tokens))
     generations = _array(NUM_SLOTS, NUM_HEADS, geometry.max_decode_tokens)
     return facts.lower(run, *scored, _array(geometry.world_size, 2), _array(1), generations)
-
-
-@functools.cache
-def publish_rows(facts: Facts, tokens: int, pdl: bool, spin_limit: int) -> Lowered:
-    """``(rows, recv_bases, slot, errors)``; errors are written, and the peers' memory."""
-    geometry = facts.geometry
-
-    def run(message: Any, bases: Any, slot: Any, errors: Any) -> Any:
-        return publish.publish_rows(
-            message,
-            bases,
-            errors,
-            rank=facts.rank,
-            slot=slot,
-            capacity=geometry.max_decode_tokens,
-            spin_limit=spin_limit,
-            enable_pdl=pdl,
-            target=facts.target,
-        )
-
-    bases = _array(geometry.world_size, 2)
-    return facts.lower(run, facts.received(tokens), bases, _array(1), _array(1))
-
-
-@functools.cache
-def publish_tagged_rows(facts: Facts, tokens: int, pdl: bool) -> Lowered:
-    """``(rows, tagged_recv_bases, slot, publish_generations)``; the last are written, and peers."""
-    geometry = facts.geometry
-
-    def run(message: Any, bases: Any, slot: Any, generations: Any) -> Any:
-        return publish.publish_tagged_rows(
-            message,
-            bases,
-            generations,
-            rank=facts.rank,
-            slot=slot,
-            enable_pdl=pdl,
-            target=facts.target,
-        )
-
-    bases = _array(geometry.world_size, 2)
-    generations = _array(NUM_SLOTS, NUM_HEADS, geometry.max_decode_tokens)
-    return facts.lower(run, facts.received(tokens), bases, _array(1), generations)
 
 
 @functools.cache

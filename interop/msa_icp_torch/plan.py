@@ -12,7 +12,6 @@ import torch.distributed as dist
 import msa_icp_jax
 from msa_icp_jax import IndexerGeometry, MSAIcpScorePlan, checks
 from msa_icp_jax.geometry import MAX_INT32, NUM_SLOTS
-from msa_icp_jax.programs import is_decode_fused
 from msa_icp_torch import exchange
 from msa_icp_torch.arguments import Arguments
 from msa_icp_torch.bridge import Bridge, check_apart, is_capturing, with_index
@@ -173,17 +172,16 @@ class MSAIcpIndexerPlan:
           seq_lens: int32 [B], keys of each request; 0 for graph padding.
           num_valid_pages: int32 [T], visible *blocks* of each token: position // 128 + 1, 0 for
             padding.
-          scores: float32 [>= T, 4, columns], see `decode_score_shape`, written unless fused, where
-            it may be None.
+          scores: float32 [>= T, 4, columns], see `decode_score_shape`, written; with a pool it
+            stays untouched and may be None.
           output: int32 [>= T, hpr, 16], written: ids ascending with a -1 tail.
           comm: receive storage, written; see `init_comm`.
           slot: running count of sparse-layer calls, taken mod 3.
           tagged: exchange tagged rows; needs at least two sparse layers.
           decode_query_len: query tokens of every request.
           enable_pdl: let kernel launches overlap their predecessors' ends (Mosaic only).
-          pool: uint8 [>= decode_pool_shape()]: score and select in one pass. The memory itself
-            stays untouched (the routes have their own). None: fused from `fused_decode_min_batch`
-            requests up.
+          pool: uint8 [>= decode_pool_shape()], from a multiple of 16 bytes on, written: the scores
+            go there, into the first 4 heads x columns x 4 bytes a token.
 
         Raises:
           TypeError, ValueError: an argument has the wrong kind, dtype, device, shape, stride or
@@ -416,8 +414,9 @@ class MSAIcpIndexerPlan:
           comm: compile for the transport that this storage selects alone; None: for every one.
           tagged: compile for this form of decode rows alone; None: for both.
           prefill: compile for a full prefill window too.
-          fused: compile scorers as calls with a pool (True) or with score planes (False) take them;
-            None: as the plan chooses without a pool. Call twice for both.
+          fused: compile the prefill scorer as calls with a pool (True) or with score planes (False)
+            take it; None: as the plan chooses without a pool. Call twice for both. In decode both
+            take the same programs.
 
         Raises:
           TypeError, ValueError: an argument is outside the plan's limits.
@@ -437,7 +436,7 @@ class MSAIcpIndexerPlan:
         return self._jax_plan.decode_score_shape()
 
     def decode_pool_shape(self) -> tuple[int]:
-        """(bytes,): the pool that asks `decode` to fuse, uint8."""
+        """(bytes,): the pool in which `decode` can score, uint8: a score plane."""
         return self._jax_plan.decode_pool_shape()
 
     def prefill_window_tokens(self) -> int:
@@ -474,13 +473,14 @@ class MSAIcpIndexerPlan:
         self._route.begin("decode")
         arguments = self._arguments
         arguments.tagged(tagged)
-        tokens, requests = arguments.decode(
+        tokens = arguments.decode(
             index_q, index_k, block_table, seq_lens, num_valid_pages, query_len
         )
-        fused = pool is not None or is_decode_fused(self._jax_plan, requests, None)
+        fused = pool is not None
         arguments.plane("scores", scores, tokens, fused=fused)
         arguments.output(output, tokens)
         arguments.pool(pool, self.decode_pool_shape())
+        plane = arguments.plane_in(pool, tokens) if fused else scores[:tokens]
         one_sided = self._transport(comm, tagged)
         self._check_memory(
             {"scores": None if fused else scores, "output": output, "pool": pool} | comm.written(),
@@ -503,7 +503,7 @@ class MSAIcpIndexerPlan:
             block_table,
             seq_lens,
             num_valid_pages,
-            None if fused or scores is None else scores[:tokens],
+            plane,
             output[:tokens],
             comm,
             slot,

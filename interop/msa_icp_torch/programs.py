@@ -20,17 +20,14 @@ from msa_icp_jax import (
     msa_icp_topk_select_publish,
 )
 from msa_icp_jax.comm import mark_rows, store_legacy, store_tagged
-from msa_icp_jax.ops.decode_score import score_publish
 
 
 @functools.cache
-def decode_rows(
-    plan: MSAIcpIndexerPlan, query_len: int, fused: bool, enable_pdl: bool, donate: bool
-) -> Any:
+def decode_rows(plan: MSAIcpIndexerPlan, query_len: int, enable_pdl: bool, donate: bool) -> Any:
     """Score and select: ``f(inputs, num_valid_pages, slot, scores, generations)``.
 
-    `inputs` are index_q, index_k, block_table, seq_lens; `scores` is None when fused, and
-    `generations` for legacy rows. Returns (message, scores, generations); the message is marked
+    `inputs` are index_q, index_k, block_table, seq_lens; `generations` is None for legacy rows.
+    Returns (message, scores, generations); the message is marked
     with the call (see `comm.exchange_in_slot`), as `decode_merge` expects it.
     """
     geometry, rank = plan.geometry, _rank(plan)
@@ -47,25 +44,6 @@ def decode_rows(
         "force_end_blocks": geometry.local_blocks,
     }
     launch: dict[str, Any] = {"enable_pdl": enable_pdl, "backend": plan.backend}
-
-    def fused_rows(
-        inputs: Any, num_valid_pages: Any, slot: Any, scores: Any, generations: Any
-    ) -> Any:
-        index_q, index_k, block_table, seq_lens = inputs
-        message = score_publish(
-            index_q,
-            index_k,
-            block_table,
-            seq_lens,
-            num_valid_pages,
-            columns=geometry.score_columns,
-            generations=generations,
-            slot=slot,
-            **shard,
-            **select,
-            **launch,
-        )
-        return mark_rows(message.rows, slot, 1), scores, message.generations
 
     def rows(inputs: Any, num_valid_pages: Any, slot: Any, scores: Any, generations: Any) -> Any:
         index_q, index_k, block_table, seq_lens = inputs
@@ -94,7 +72,7 @@ def decode_rows(
         )
         return mark_rows(message.rows, slot, 1), scores, message.generations
 
-    return _jit(fused_rows if fused else rows, donate, 3, 4)
+    return _jit(rows, donate, 3, 4)
 
 
 @functools.cache

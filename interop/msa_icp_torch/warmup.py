@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from msa_icp_jax import IndexerGeometry, MSAIcpIndexerPlan, checks, rows
 from msa_icp_jax.geometry import HEAD_DIM, MAX_INT32, NUM_HEADS, NUM_SLOTS, TOPK, cdiv
-from msa_icp_jax.programs import decode_shapes, is_decode_fused
+from msa_icp_jax.programs import decode_shapes
 from msa_icp_torch import programs
 
 
@@ -33,7 +33,7 @@ class Warmup:
       donates: whether they write in place.
       index_k: shape of the index-key buffer, or None to leave the scorers out.
       table_width: columns of the block tables; None: pages of a context of max_model_len.
-      fused: score and select in one pass; None: as the plan chooses.
+      fused: prefill scores and selects in one pass; None: as the plan chooses.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Warmup:
         ).compile()
         if self.index_k is None:
             return
-        fused = is_decode_fused(plan, batch, self.fused)
+        plane = self._plane(tokens, fused=False)
         inputs = (
             self._array(tokens, NUM_HEADS, HEAD_DIM, dtype=jnp.float8_e4m3fn),
             self.index_k,
@@ -120,8 +120,8 @@ class Warmup:
             self._array(batch),
         )
         generations = self._array(NUM_SLOTS, NUM_HEADS, capacity) if tagged else None
-        local = programs.decode_rows(self.scorer_plan, query_len, fused, True, self.donates)
-        local.lower(inputs, counts, slot, self._plane(tokens, fused), generations).compile()
+        local = programs.decode_rows(self.scorer_plan, query_len, True, self.donates)
+        local.lower(inputs, counts, slot, plane, generations).compile()
 
     def _plane(self, tokens: int, fused: bool) -> jax.ShapeDtypeStruct | None:
         if fused:

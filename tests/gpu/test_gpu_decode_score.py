@@ -15,7 +15,7 @@ import numpy as np
 import oracle
 import pytest
 
-from msa_icp_jax import msa_icp_decode_index_score_sharded
+from msa_icp_jax import msa_icp_decode_index_score_sharded, msa_icp_decode_score_publish
 from msa_icp_jax.ops._mosaic.launch import current_target
 from msa_icp_jax.ops.decode_score import mosaic
 
@@ -185,26 +185,27 @@ def _check_rows(
     table = inputs.block_table(rng, held, shard.page_size, width, len(keys), bad_share=0.1)
     counts = np.clip(oracle.decode_num_valid_pages(lengths, query_len), 0, 9000).astype(np.int32)
     counts[::3] += rng.integers(-20, 40, counts[::3].shape, np.int32)
-    tags = rng.integers(-9, 9, (4, tokens)).astype(np.int32) if tagged else None
-    kernel = functools.partial(
-        mosaic.decode_rows,
+    generations = rng.integers(1, 9, (3, 4, tokens)).astype(np.int32) if tagged else None
+    publish = functools.partial(
+        msa_icp_decode_score_publish,
         world_size=shard.world_size,
         page_size=shard.page_size,
         decode_query_len=query_len,
         row_offset=shard.row_offset,
         force_begin_blocks=1,
         force_end_blocks=2,
-        columns=columns,
         enable_pdl=not tagged,
-        target=current_target(),
     )
-    call = jax.jit(lambda rank, tags, *arrays: kernel(*arrays, tags, rank=rank))
+    call = jax.jit(
+        lambda rank, generations, *arrays: publish(*arrays, rank=rank, generations=generations)
+    )
     arrays = (inputs.fp8(queries), inputs.fp8(keys), jnp.asarray(table))
     arrays = (*arrays, jnp.asarray(lengths, jnp.int32), jnp.asarray(counts))
-    actual = np.asarray(call(jnp.int32(shard.rank), tags, *arrays))
+    found = call(jnp.int32(shard.rank), generations, *arrays).rows
     for _ in range(3):
-        again = np.asarray(call(jnp.int32(shard.rank), tags, *arrays))
-        np.testing.assert_array_equal(again, actual)
+        again = call(jnp.int32(shard.rank), generations, *arrays).rows
+        np.testing.assert_array_equal(again, found)
+    actual = np.asarray(found).reshape(4, tokens, *found.shape[3:])
 
     plane = oracle.decode_plane(queries, keys, table, lengths, columns, shard, query_len)
     scores = plane.scores.astype(np.float32)
@@ -212,7 +213,7 @@ def _check_rows(
     want = oracle.select(scores, counts, 1, 2, index_scale=scale, index_offset=offset)
     if tagged:
         np.testing.assert_array_equal(actual[..., 0], want[..., :32])
-        assert (actual[..., 1] == tags[..., None]).all()
+        assert (actual[..., 1] == generations[0, ..., None] + 1).all()
     else:
         np.testing.assert_array_equal(actual, want)
 

@@ -69,10 +69,10 @@ class OneSided:
         self.streams = [torch.cuda.Stream() for _ in group.plans]
         self._warm: set[Any] = set()
 
-    def warm(self, steps: list[Step], query_len: int, pool: Any = None, **_: Any) -> None:
+    def warm(self, steps: list[Step], query_len: int) -> None:
         """Compiles for every rank before one waits for another: loading code may wait too."""
         requests, width = steps[0].block_table.shape
-        shape = (requests, query_len, pool is not None)
+        shape = (requests, query_len)
         if shape in self._warm:
             return
         self._warm.add(shape)
@@ -84,7 +84,6 @@ class OneSided:
                 query_lens=[query_len],
                 comm=comm,
                 prefill=False,
-                fused=pool is not None,
             )
 
     def each(self, call: Callable[[int], None]) -> None:
@@ -97,14 +96,15 @@ class OneSided:
         for stream in self.streams:
             torch.cuda.current_stream().wait_stream(stream)
 
-    def decode(self, steps: list[Step], query_len: int, **options: Any) -> None:
-        self.warm(steps, query_len, **options)
+    def decode(self, steps: list[Step], query_len: int, pools: Any = None, **options: Any) -> None:
+        self.warm(steps, query_len)
 
         def call(rank: int) -> None:
             self.group.plans[rank].decode(
                 *steps[rank],
                 comm=self.group.comms[rank],
                 decode_query_len=query_len,
+                pool=None if pools is None else pools[rank],
                 **{"slot": 0, "tagged": False} | options,
             )
 
@@ -173,14 +173,12 @@ def test_one_sided_generations_wrap_around():
     assert faults(group) == [0, 0]
 
 
-def test_one_sided_fused_decode():
+def test_one_sided_decode_with_a_pool():
     group = make_group(4, 256)
     ranks, case = OneSided(group), random_decode([700, 2], 4, 256)
     steps = [decode_step(plan, case) for plan in group.plans]
-    pool = torch.zeros(group.plans[0].decode_pool_shape(), dtype=torch.uint8, device=GPU)
-    ranks.decode(steps, 4, tagged=True, pool=pool)
+    ranks.decode(steps, 4, group.decode_pools(7), tagged=True)
     check_decoded(make_plan(4, 256), case, result(steps), fused=True)
-    assert not pool.any()
 
 
 @pytest.mark.parametrize("tagged", [False, True])
@@ -431,8 +429,7 @@ class Repeating:
 def test_repeats_answer_for_new_data_in_the_same_tensors(tagged, fused):
     repeating = Repeating(tagged=tagged)
     if fused:
-        shape = repeating.group.plans[0].decode_pool_shape()
-        repeating.options["pool"] = torch.zeros(shape, dtype=torch.uint8, device=GPU)
+        repeating.options["pools"] = repeating.group.decode_pools(7)
     for seed in range(6):
         repeating.write(seed)
         repeating.call()

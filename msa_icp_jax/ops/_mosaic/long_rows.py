@@ -40,7 +40,6 @@ from msa_icp_jax.rows import NEG_INF_WORD, NO_BLOCK
 
 WARPS = 4  # of a warpgroup
 _WARP = 32
-_LIST_PART = 32  # entries of a list that a lane looks at together
 _CONTENDERS = LIST_ENTRIES  # most that are ranked: two a lane
 _NEG_INF_KEY = NEG_INF_WORD ^ 0x7FFFFFFF
 _FAR = 1 << 30  # an offset as good as any farther one: differences with it fit int32
@@ -111,48 +110,36 @@ def find_bounds(
 
 @dataclasses.dataclass
 class Row(Bounds):
-    """A row and where its candidates lie.
-
-    Attributes:
-      scores: its scores.
-      listed: None; or the columns that its scores belong to, -1 (and NaN for a score) where there
-        is none. The row's fields but `first` are places of the list then.
-    """
+    """A row: where its candidates lie, and its scores."""
 
     scores: Words
-    listed: Words | None = None
 
 
 @dataclasses.dataclass
-class Forced:
+class _Forced:
     """The place of a row that this lane fills if no chosen block comes there (lanes 0 to 15).
 
     Attributes:
       here: whether that is so.
       live: whether there is a block, or the place is one of the tail.
       column: its column.
-      word: where the bits of its score are.
-      known: whether they are there; it is -inf otherwise.
+      word: the bits of its score, -inf in the tail.
     """
 
     here: Lane
     live: Lane
     column: Lane
-    word: Words
-    known: Lane
+    word: Lane
 
     @staticmethod
-    def of_row(row: Row, lane: Lane) -> Forced:
+    def of_row(row: Row, lane: Lane) -> _Forced:
         behind = lane - (row.chosen_at + row.need)
         column = where(lane < row.chosen_at, row.first + lane, row.back + behind)
         here = (lane < TOPK) & ((lane < row.chosen_at) | (behind >= 0))
         live = here & (column < row.stop)
-        return Forced(here, live, column, row.scores + column, live)
-
-    def load(self) -> Lane:
-        """The bits of the score."""
+        pointer = Lane((row.scores + column).pointer)
         text = "mov.b32 $0, 0xff800000; @$2 ld.global.b32 $0, [$1];"
-        return lanes.ptx(text, Lane(self.word.pointer), self.known, result=i32())
+        return _Forced(here, live, column, lanes.ptx(text, pointer, live, result=i32()))
 
 
 @dataclasses.dataclass
@@ -211,31 +198,27 @@ class Team:
     def _vector(self) -> int:
         return vector_of(self.columns)
 
-    def select(
-        self, row: Row, values: list[Lane] | None = None, forced: Forced | None = None
-    ) -> None:
+    def select(self, row: Row, values: list[Lane] | None = None) -> None:
         """Leaves the row's 16 words and 16 ids in the leading warp's view of `shared`.
 
         Args:
           row: the row.
           values: what `load` returned, where the caller has loaded the row already.
-          forced: what comes to the places that are not chosen; None: what the row says.
         """
-        forced = Forced.of_row(row, self.lane) if forced is None else forced
-        word = forced.load()  # looked at late: nothing waits for it
+        forced = _Forced.of_row(row, self.lane)  # looked at late: nothing waits for its word
         count = self._contenders(row, values)
         with lanes.when(self.leads):
-            self._put_forced(forced, word)
+            self._put_forced(forced)
             self._finish(row, count)
 
     def _id(self, column: Lane) -> Lane:
         scale, offset = self.ids
         return column * scale + offset
 
-    def _put_forced(self, forced: Forced, word: Lane) -> None:
+    def _put_forced(self, forced: _Forced) -> None:
         """Puts the forced blocks and the tail in their places; the chosen ones stay open."""
         with lanes.when(forced.here):
-            (self.shared + (self.lane + WORDS_AT)).store(word)
+            (self.shared + (self.lane + WORDS_AT)).store(forced.word)
             block = where(forced.live, self._id(forced.column), NO_BLOCK)
             (self.shared + (self.lane + (WORDS_AT + TOPK))).store(block)
 
@@ -248,7 +231,7 @@ class Team:
             (row.open <= _CONTENDERS) | row.need.eq(0),
             [i32()],
             lambda: [where(row.need.eq(0), 0, row.open)],
-            lambda: [self._scan(row, values) if row.listed is None else self._scan_list(row)],
+            lambda: [self._scan(row, values)],
         )[0]
 
     def _scan(self, row: Row, values: list[Lane] | None) -> Lane:
@@ -257,34 +240,6 @@ class Team:
         self._publish(_maximum(values))
         bar_key = self._bar(row)
         found = self._collect(values, flip(bar_key).bits(f32()), row)
-        return self._unless_too_many(found, bar_key, row)
-
-    def _scan_list(self, row: Row) -> Lane:
-        """Contenders of a list, whose length is known only at run time.
-
-        It is gone through in parts that a team can hold. Only the first one is held on to.
-        """
-        part = _LIST_PART * _WARP * self.warps
-        first = self._load_part(row, int32(0))
-
-        def best_of(start: Lane, best: Lane) -> list[Lane]:
-            return [lanes.maximum(best, _maximum(self._load_part(row, start)))]
-
-        (best,) = lanes.loop(int32(part), row.back, part, [_maximum(first)], best_of)
-        self._publish(best)
-        bar_key = self._bar(row)
-        bar = flip(bar_key).bits(f32())
-        found = self._put_columns([lanes.which_reach(first, bar)], int32(0), int32(0))
-
-        def put(start: Lane, found: Lane) -> list[Lane]:
-            mask = lanes.which_reach(self._load_part(row, start), bar)
-            return [self._put_columns([mask], found, start)]
-
-        (found,) = lanes.loop(int32(part), row.back, part, [found], put)
-        return self._unless_too_many(self._counted(found), bar_key, row)
-
-    def _unless_too_many(self, found: Lane, bar_key: Lane, row: Row) -> Lane:
-        """The number of contenders found; where they are too many, takes the slow way to fewer."""
         overflow = (found > _CONTENDERS) | (bar_key <= _NEG_INF_KEY)
 
         def stream() -> list[Lane]:
@@ -305,16 +260,9 @@ class Team:
         The up to three columns at either end that share a load with columns outside are left to
         `_collect`, which takes them without looking at them.
         """
-        return self._load(row, int32(0), self.columns)
-
-    def _load_part(self, row: Row, start: Lane) -> list[Lane]:
-        """This lane's scores of the part of a list that begins at `start`."""
-        return self._load(row, start, _LIST_PART * _WARP * self.warps)
-
-    def _load(self, row: Row, start: Lane, columns: int) -> list[Lane]:
         vector = self._vector
         stride = vector * _WARP * self.warps
-        column = self._column(0) + start
+        column = self._column(0)
         place = row.scores + column
         low, high = (lanes.fresh(x) for x in (row.front - column, row.back - column - vector))
         results = ", ".join(f"${i}" for i in range(vector))
@@ -322,7 +270,7 @@ class Team:
         kind = f"v{vector}.f32 {{{results}}}" if vector > 1 else f"f32 {results}"
         text = f"{moves} @${vector + 1} ld.global.{kind}, [${vector}];"
         values: list[Lane] = []
-        for chunk in range(cdiv(columns, stride)):
+        for chunk in range(cdiv(self.columns, stride)):
             inside = (low <= chunk * stride) & (high >= chunk * stride)
             pointer = Lane((place + chunk * stride).pointer)
             values += lanes.ptx(text, pointer, inside, result=[f32()] * vector)
@@ -363,26 +311,18 @@ class Team:
 
     def _collect(self, values: list[Lane], bar: Lane, row: Row) -> Lane:
         """Writes the columns that reach the bar, up to 64 of them; returns how many reach it."""
+        team, vector = self.warps, self._vector
         masks = []
         for start in range(0, len(values), _WARP):
             masks.append(lanes.which_reach(values[start : start + _WARP], bar))
-        edges = self._edges(row, self.shared + COLUMNS_AT) if self._vector > 1 else int32(0)
-        return self._counted(self._put_columns(masks, edges, int32(0)))
-
-    def _put_columns(self, masks: list[Lane], found: Lane, start: Lane) -> Lane:
-        """Writes the columns of the lanes' mask bits behind those found, from `start` on.
-
-        Returns `found` for the next call: with one warp these are more then. With four they are
-        counted in shared memory, beside the constant number of those found in another way.
-        """
-        team, vector = self.warps, self._vector
         columns = self.shared + COLUMNS_AT
+        edges = self._edges(row, columns) if vector > 1 else int32(0)
         number = lanes.popcount(masks[0])
         for mask in masks[1:]:
             number = number + lanes.popcount(mask)
         upto = lanes.warp_prefix_sum(number, self.lane)
         total = lanes.warp_from(upto, _WARP - 1)
-        place = found + upto - number
+        place = edges + upto - number
         if team > 1:
             base = lanes.choose(
                 self.lane.eq(0),
@@ -398,20 +338,17 @@ class Team:
                 bit = lanes.lowest_bit(mask)
                 chunk = (bit >> (vector.bit_length() - 1)) + first_chunk
                 with lanes.when(place < _CONTENDERS):
-                    column = start + self._column(chunk) + (bit & (vector - 1))
+                    column = self._column(chunk) + (bit & (vector - 1))
                     (columns + place).store(column)
                 return [place + 1, mask & (mask - 1)]
 
             place, _ = lanes.repeat_while([place, mask], lambda _, mask: mask.ne(0), write_one)
-        return found if team > 1 else found + total
-
-    def _counted(self, found: Lane) -> Lane:
-        """All columns written, by any warp, once they are there."""
-        if self.warps == 1:
-            lanes.warp_barrier()
-            return found
-        lanes.team_barrier()
-        return found + (self.shared + _COUNT_AT).load()
+        if team > 1:
+            lanes.team_barrier()
+            return edges + (self.shared + _COUNT_AT).load()
+        found = edges + total
+        lanes.warp_barrier()
+        return found
 
     def _edges(self, row: Row, columns: Words) -> Lane:
         """Takes the columns of [front, back) that `load` left out; returns their number."""
@@ -448,10 +385,7 @@ class Team:
                 text = "mov.b32 $0, 0; @$2 ld.global.f32 $0, [$1];"
                 scores.append(lanes.ptx(text, pointer, column < stop, result=f32()))
             for column, score in zip(columns, scores, strict=True):
-                valid = column < stop
-                if row.listed is not None:
-                    valid = valid & score.eq(score)
-                state = best.insert(score, column, valid, state)
+                state = best.insert(score, column, column < stop, state)
             return state
 
         held, _ = lanes.loop(start, stop, 8 * _WARP, [int32(0), bar_key - 1], eight)
@@ -499,10 +433,6 @@ class Team:
         pointer = Lane((row.scores + column).pointer)
         text = "mov.b32 $0, 0xff800000; @$2 ld.global.f32 $0, [$1];"
         score = lanes.ptx(text, pointer, live, result=f32())
-        if row.listed is not None:
-            text = "mov.b32 $0, -1; @$2 ld.global.b32 $0, [$1];"
-            column = lanes.ptx(text, Lane((row.listed + column).pointer), live, result=i32())
-            live = column >= 0
         value = lanes.maximum(score, float("-inf")) + 0.0  # NaN is -inf, -0.0 is +0.0
         (self.shared + (_MAXIMA_AT + index)).store(value)
         return _Contender(column, score.bits(i32()), value, live)

@@ -242,28 +242,6 @@ def step_ends(values: list[Lane], batch: Batch, lane: Lane) -> tuple[list[Lane],
     return ends, total
 
 
-def _early_steps(total: Lane, grid: Grid) -> Lane:
-    """Steps of the CTAs that fill the GPU."""
-    return total - where(total >= grid.late_from, total >> _LATE_SHIFT, 0)
-
-
-def cta_of_step(step: Lane, total: Lane, grid: Grid) -> Lane:
-    """The CTA that does a step of the batch, for inline code; no CTA before it is without work."""
-
-    def of_equal(step: Lane, total: Lane, ctas: int) -> Lane:
-        base = divide(total, int32(ctas))
-        rest = total - base * ctas
-        wide = rest * (base + 1)  # steps of the CTAs that have one more
-        behind = rest + divide(step - wide, lanes.maximum(base, 1))
-        return where(step < wide, divide(step, base + 1), behind)
-
-    if not grid.late:
-        return of_equal(step, total, grid.ctas)
-    early = _early_steps(total, grid)
-    late = of_equal(step - early, total - early, grid.late) + grid.resident
-    return where(step < early, of_equal(step, early, grid.resident), late)
-
-
 def divide(a: Lane, b: Lane) -> Lane:
     """The quotient of integers that are not negative."""
     return Lane(arith.divui(a.value, b.value))
@@ -277,7 +255,7 @@ def _part_inline(total: Lane, cta: Lane, grid: Grid) -> tuple[Lane, Lane]:
 
     if not grid.late:
         return equal(total, grid.ctas, cta)
-    early = _early_steps(total, grid)
+    early = total - where(total >= grid.late_from, total >> _LATE_SHIFT, 0)
     start, steps = equal(early, grid.resident, cta)
     late_start, late_steps = equal(total - early, grid.late, cta - grid.resident)
     first_ones = cta < grid.resident

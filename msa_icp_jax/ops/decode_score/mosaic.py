@@ -4,8 +4,8 @@ A persistent grid of small CTAs, one warpgroup each and several on an SM. A CTA 
 the batch (`work_balance`) and goes through it in *segments*: up to 32 steps of one request. A step
 is four pages, one a warp; each warp keeps its own ring of page copies going (`page_ring`), takes
 the maximum of its page's products in registers (`mma`) and puts it beside the others' in shared
-memory. At the end of a segment the CTA writes whole lines of the score plane, or in the fused
-decode adds to short lists (`lists`), while copies of the next segment are already under way.
+memory. At the end of a segment the CTA writes whole lines of the score plane, while copies of the
+next segment are already under way.
 
 Fast precision runs these exact kernels too, for memory sets the pace: with all keys in the
 second-level cache, 32 requests of 131,072 keys took 0.64 of the time that memory needs for them
@@ -30,16 +30,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 
-from msa_icp_jax.geometry import (
-    NUM_HEADS,
-    TOPK,
-    cdiv,
-    column_scale,
-    round_up,
-    rows_per_page,
-)
+from msa_icp_jax.geometry import NUM_HEADS, cdiv, round_up, rows_per_page
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Words, when, where
 from msa_icp_jax.ops._mosaic.launch import (
@@ -63,13 +55,8 @@ from msa_icp_jax.ops._mosaic.work_balance import (
     Share,
     find_share,
     keep_lengths,
-    load_fresh,
     read_lengths,
 )
-from msa_icp_jax.ops.decode_score import lists as lists_of
-from msa_icp_jax.ops.decode_score.lists import Lists
-from msa_icp_jax.ops.select.mosaic import LocalRows, Select, Thread, share_out, stock_row
-from msa_icp_jax.rows import ROW_WORDS, TAGGED_WORDS
 
 _STAGES = {32: 2, 64: 2, 128: 1}  # slots of a warp, by key rows of a page
 # Steps of a CTA whose pages it asks the second-level cache for while the kernel before it ends.
@@ -81,7 +68,6 @@ _MANY_STEPS = 12
 # (and what the system keeps) it fits wherever the scorer leaves that much.
 _SHORT_ROWS = 256
 _SELECT_BYTES = round_up(4 * WARPS * TEAM_WORDS, 1 << 10) + (1 << 10)
-_FEW_TOKENS = 16  # up to here their lists may be long: four warps share one
 _SCALAR = plgpu.Layout.WG_SPLAT
 
 
@@ -143,181 +129,6 @@ def decode_scores(
     return written(scores)
 
 
-def decode_rows(
-    index_q: jax.Array,
-    index_k: jax.Array,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
-    num_valid_pages: jax.Array,
-    generations: jax.Array | None,
-    *,
-    rank: Any,
-    world_size: int,
-    page_size: int,
-    decode_query_len: int,
-    row_offset: int,
-    force_begin_blocks: int,
-    force_end_blocks: int,
-    columns: int,
-    enable_pdl: bool,
-    target: Target,
-) -> jax.Array:
-    """Candidate rows [4, T, 33], or tagged ones, without a score plane: see `lists`.
-
-    Args:
-      num_valid_pages: int32 [T], visible blocks of each token.
-      generations: None, or int32 [4, T] tags: the rows are then tagged.
-      force_begin_blocks, force_end_blocks: forced blocks at the start, and visible ones at the end.
-      columns: columns of the plane that there is none of; candidates lie in them.
-      index_q, index_k, block_table, seq_lens, rank, world_size, page_size, decode_query_len,
-        row_offset, enable_pdl, target: as in `decode_scores`.
-    """
-    requests, width = block_table.shape
-    pages, pitch, _ = index_k.shape
-    rows = rows_per_page(world_size, page_size)
-    batch = Batch(requests, page_size, columns)
-    ring = PageRing(batch, width, pages, pitch, row_offset, rows, _STAGES[rows], target.interpret)
-    scorer = Scorer(ring, decode_query_len, world_size)
-    scratch = {
-        **ring.scratch(),
-        **scorer.scratch(),
-        **batch.scratch(),
-        **lists_of.scratch(scorer.query_rows, target.interpret),
-    }
-    lists = Lists(
-        batch,
-        _grid(batch, scratch, target),
-        decode_query_len,
-        world_size,
-        column_scale(page_size),
-        force_begin_blocks,
-        force_end_blocks,
-    )
-    this_rank = scalar_operand(rank)
-    memory = launch(
-        functools.partial(_kernel, scorer=scorer, grid=lists.grid, pdl=enable_pdl, lists=lists),
-        name="decode_lists",
-        target=target,
-        grid=(lists.grid.ctas,),
-        out_type=lists.memory(),
-        scratch_types=scratch,
-    )(index_q, index_k, block_table, seq_lens, this_rank, num_valid_pages)
-    facts = _merge_facts(index_q.shape[0], lists, generations is not None, target)
-    shape = (TAGGED_WORDS, 2) if facts.tagged else (ROW_WORDS,)
-    return launch(
-        functools.partial(_merge_kernel, facts=facts, lists=lists, pdl=enable_pdl, target=target),
-        name="merge_lists",
-        target=target,
-        grid=(facts.ctas,),
-        out_type=jax.ShapeDtypeStruct((NUM_HEADS, facts.tokens, *shape), jnp.int32),
-        scratch_types={"shared": plgpu.SMEM((WARPS, TEAM_WORDS), jnp.int32)},
-    )(
-        num_valid_pages,
-        seq_lens,
-        this_rank,
-        *memory,
-        *(() if generations is None else (generations,)),
-    )
-
-
-def _merge_kernel(
-    counts: Any,
-    lengths: Any,
-    rank: Any,
-    scores: Any,
-    columns: Any,
-    forced: Any,
-    *others: Any,
-    shared: Any,
-    facts: Select,
-    lists: Lists,
-    pdl: bool,
-    target: Target,
-) -> None:
-    """The Top16 of every (token, head)'s lists."""
-    *tags, rows = others
-    memory = (scores, columns, forced)
-    if target.interpret:
-        _merge_stock(counts, lengths, rank, memory, tags, rows, facts, lists)
-        return
-    if pdl:
-        plgpu.griddepcontrol_launch_dependents()
-    place = lists_of.locate(counts, lengths, 2 if facts.team > 1 else 0, lists)
-    if pdl:
-        plgpu.griddepcontrol_wait()
-    _merge_inline(place, rank, memory, tags, rows, shared, facts, lists)
-
-
-def _merge_facts(tokens: int, lists: Lists, tagged: bool, target: Target) -> Select:
-    """The select that the lists' rows go through."""
-    team = WARPS if tokens <= _FEW_TOKENS else 1
-    ctas = tokens * (NUM_HEADS if team > 1 else 1)
-    return Select(
-        tokens=tokens,
-        columns=TOPK,  # the lists' lengths are multiples of it
-        index_scale=lists.scale,
-        begin=lists.begin,
-        end=lists.end,
-        tagged=tagged,
-        team=team,
-        ctas=min(ctas, target.sms) if target.interpret else ctas,
-        direct=True,
-    )
-
-
-def _merge_stock(
-    counts: Any,
-    lengths: Any,
-    rank: Any,
-    memory: tuple[Any, ...],
-    tags: list[Any],
-    rows: Any,
-    facts: Select,
-    lists: Lists,
-) -> None:
-    ids = jnp.arange(lists.batch.columns) * lists.scale + lists.offset(rank[0])
-
-    @pl.loop(*share_out(lax.axis_index(CTA), facts.rows, facts.ctas))
-    def _(row: Any) -> None:
-        token, head = lax.div(row, NUM_HEADS), lax.rem(row, NUM_HEADS)
-        plane = lists_of.plane_stock(counts, lengths, rank[0], memory, token, head, lists)
-        words = lax.bitcast_convert_type(plane, jnp.int32)
-        rows[head, token] = stock_row(words, ids, counts[token], head, token, tags, facts)
-
-
-def _merge_inline(
-    place: tuple[Any, ...],
-    rank: Any,
-    memory: tuple[Any, ...],
-    tags: list[Any],
-    rows: Any,
-    shared: Any,
-    facts: Select,
-    lists: Lists,
-) -> None:
-    refs = [rank, *memory, rows, shared, *tags]
-    scalars = [lax.axis_index(CTA), *place]
-
-    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *[_SCALAR] * len(scalars)))
-    def merge(_: Any, *arguments: Any) -> None:
-        capacity = ir.MemRefType(arguments[4].type).shape[1]
-        words = (Words.of(ref) for ref in arguments[: len(refs)])
-        rank, scores, columns, forced, rows, shared, *tags = words
-        cta, *place = (lanes.scalar(x) for x in arguments[len(refs) :])
-        this_rank = load_fresh(rank)
-        offset = lists.offset(this_rank)
-        local = LocalRows(rows, capacity, facts.tokens, tags)
-        thread = Thread(facts, scores, scores, offset, local, shared)
-        row = cta if facts.team > 1 else cta * NUM_HEADS + thread.warp
-        token, head = row >> 2, row & 3
-        listed = lists_of.merged_row(
-            (scores, columns, forced), tuple(place), token, head, thread.lane, this_rank, lists
-        )
-        thread.select_list(token, head, *listed)
-
-    merge(*refs, *scalars)
-
-
 def _grid(batch: Batch, scratch: dict[str, Any], target: Target) -> Grid:
     """CTAs that fill the GPU, and as many late ones where much can be to do."""
     most = batch.requests * cdiv(batch.columns, STEP_PAGES)
@@ -360,24 +171,18 @@ def _kernel(
     table: Any,
     lengths: Any,
     rank: Any,
-    *others: Any,
+    scores: Any,
+    *,
     scorer: Scorer,
     grid: Grid,
     pdl: bool,
-    early: bool = False,
-    lists: Lists | None = None,
+    early: bool,
     **scratch: Any,
 ) -> None:
-    """Scores the batch: into the plane `others`, or with `lists` into lists.
-
-    `others` are then the visible blocks of the tokens and the memory of the lists. `early` says to
-    let the next kernel start at once, see `_select_fits`.
-    """
+    """Scores the batch; `early` says to let the next kernel start at once, see `_select_fits`."""
     ring = scorer.ring
     if pdl and early:
         plgpu.griddepcontrol_launch_dependents()
-    if lists:
-        lists_of.start(scratch, lists, ring.interpret)
     ring.start(scratch["arrived"])
     start = _start_dependent if pdl else _start
     state, this_rank = start(query, keys, table, lengths, rank, scratch, scorer, grid)
@@ -406,12 +211,7 @@ def _kernel(
         def _() -> None:
             ring.keep_ids(scratch["page_ids"], ring.read_ids(table, following), done + steps)
 
-        counts: Any = None
-        if lists:
-            counts = lists_of.read_counts(others[0], share.request, lists, ring.interpret)
         plgpu.commit_smem()  # queries and the following page ids are there
-        if lists:
-            lists_of.keep_counts(scratch, counts, lists, ring.interpret)
 
         # With enough steps in this segment the ring runs on into the following one.
         beyond = jnp.where(steps >= ring.stages, _segment_steps(following, ring.batch), 0)
@@ -434,11 +234,7 @@ def _kernel(
                 ring.copy(keys, scratch, done + ahead)
 
         plgpu.commit_smem()  # all scores of the segment are there
-        if lists:
-            ends = (following.steps == 0) | (following.request != share.request)
-            lists_of.fold(scratch, others[1:], share, steps, ends, this_rank, lists, ring.interpret)
-        else:
-            _write_scores(scratch["found"], others[0], share, steps, scorer)
+        _write_scores(scratch["found"], scores, share, steps, scorer)
         copied = jnp.minimum(to_copy - steps, ring.stages)
         return _State(following, done + steps, copied, share.request)
 

@@ -9,23 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from msa_icp_jax import rows
 from msa_icp_jax.backend import start_at, vary_as
-from msa_icp_jax.geometry import (
-    COLUMN_MULTIPLE,
-    MAX_BLOCKS,
-    NUM_HEADS,
-    cdiv,
-    column_offset,
-    column_scale,
-    round_up,
-)
+from msa_icp_jax.geometry import COLUMN_MULTIPLE, NUM_HEADS, cdiv, round_up
 from msa_icp_jax.ops import _portable
-from msa_icp_jax.ops._portable import RunningTop16, Shard
+from msa_icp_jax.ops._portable import Shard
 
 # Jitted for eager callers, whose loops would otherwise compile anew in each call.
 _SIZES = ("world_size", "page_size", "decode_query_len", "row_offset")
-_FORCED = ("force_begin_blocks", "force_end_blocks")
 
 
 @functools.partial(jax.jit, static_argnames=_SIZES)
@@ -59,52 +49,6 @@ def decode_scores(
 
     score_out = vary_as(score_out, index_q, index_k, block_table, seq_lens, rank)
     return lax.fori_loop(0, cdiv(written.max(), step), body, score_out)
-
-
-@functools.partial(jax.jit, static_argnames=(*_SIZES, *_FORCED, "columns"))
-def decode_rows(
-    index_q: jax.Array,
-    index_k: jax.Array,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
-    num_valid_pages: jax.Array,
-    generations: jax.Array | None,
-    *,
-    rank: Any,
-    world_size: int,
-    page_size: int,
-    decode_query_len: int,
-    row_offset: int,
-    force_begin_blocks: int,
-    force_end_blocks: int,
-    columns: int,
-) -> jax.Array:
-    """Candidate rows [4, T, 33], or tagged ones, without a score plane: a running Top16."""
-    shard = Shard(index_k, rank, world_size, page_size, row_offset)
-    score_step = _ScoreStep(index_q, shard, block_table, seq_lens, decode_query_len)
-    step = _portable.columns_per_step(shard, block_table.shape[0], columns)
-    candidates = cdiv(jnp.clip(num_valid_pages.max(), 0, MAX_BLOCKS), column_scale(page_size))
-    candidates = jnp.minimum(candidates, columns)
-
-    def body(i: jax.Array, best: RunningTop16) -> RunningTop16:
-        first = jnp.minimum(i * step, columns - step)
-        cols = first + jnp.arange(step, dtype=jnp.int32)
-        return best.fold(
-            score_step(cols),
-            cols,
-            cols >= i * step,
-            jnp.broadcast_to(num_valid_pages[:, None], (num_valid_pages.shape[0], NUM_HEADS)),
-            page_size=page_size,
-            index_offset=column_offset(rank, world_size, page_size),
-            begin=force_begin_blocks,
-            end=force_end_blocks,
-        )
-
-    varying = (index_q, index_k, block_table, seq_lens, num_valid_pages, rank)
-    start = RunningTop16.empty(index_q.shape[0], NUM_HEADS)
-    start = RunningTop16(*(vary_as(x, *varying) for x in start))
-    found = lax.fori_loop(0, cdiv(candidates, step), body, start).rows().swapaxes(0, 1)
-    return found if generations is None else rows.tag(found, generations)
 
 
 class _ScoreStep:

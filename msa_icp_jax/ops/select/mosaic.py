@@ -59,7 +59,6 @@ from msa_icp_jax.ops._mosaic.long_rows import (
     WARPS,
     WORDS_AT,
     Bounds,
-    Forced,
     Row,
     find_bounds,
 )
@@ -371,16 +370,9 @@ def _select_stock(
     def _(row: Any) -> None:
         token, head = lax.div(row, NUM_HEADS), lax.rem(row, NUM_HEADS)
         words = lax.bitcast_convert_type(scores[token, head], jnp.int32)
-        rows[head, token] = stock_row(words, ids, counts[token], head, token, tags, facts)
-
-
-def stock_row(
-    words: Any, ids: Any, count: Any, head: Any, token: Any, tags: list[Any], facts: Select
-) -> jax.Array:
-    """The row of a (token, head) from its score words and their blocks' ids."""
-    keys = candidate_rows.candidate_keys(words, ids, count, facts.begin, facts.end)
-    found = candidate_rows.pack(*candidate_rows.take_top16(keys, words, ids)[1:])
-    return candidate_rows.tag(found, tags[0][head, token]) if tags else found
+        keys = candidate_rows.candidate_keys(words, ids, counts[token], facts.begin, facts.end)
+        found = candidate_rows.pack(*candidate_rows.take_top16(keys, words, ids)[1:])
+        rows[head, token] = candidate_rows.tag(found, tags[0][head, token]) if tags else found
 
 
 # ---- machine pieces ----
@@ -576,13 +568,6 @@ class Thread:
 
         values = lanes.choose(right, [f32()] * len(loaded), lambda: loaded, again)
         self._select_row(token, head, bounds, list(values))
-
-    def select_list(self, token: Lane, head: Lane, row: Row, forced: Forced) -> None:
-        """Selects from a row that is a list of columns."""
-        team = self._team()
-        team.select(row, forced=forced)
-        with lanes.when(team.leads):
-            self._store(token, head)
 
     def _in_loop(self) -> Thread:
         """This thread, to use in a loop's body.
