@@ -23,7 +23,7 @@ XLA puts a barrier of all devices in front of every such kernel, and without tha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -38,7 +38,6 @@ from msa_icp_jax.backend import start_at, vary_as
 from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, round_up
 
 COLLECTIVE, ONE_SIDED = "collective", "one-sided"
-TRANSPORTS = (COLLECTIVE, ONE_SIDED, "auto")
 
 _WORD_BYTES = 4
 _TAGGED_ALIGNMENT = 16  # bytes
@@ -46,6 +45,24 @@ _TAGGED_ALIGNMENT = 16  # bytes
 # they agree in slot, tokens and form, up to 8,192 tokens: a slot moves a mark by a third of all
 # int32, tokens and form by multiples of a number whose triple is near the golden section of them.
 _SLOT_MARK, _SHAPE_MARK = 0x55555555, 0x34BD2893
+
+
+def resolve_transport(transport: str, backend: str) -> str:
+    """A plan's transport from what is asked for and its resolved backend.
+
+    Raises:
+      TypeError, ValueError: it is none of the three, or needs another backend.
+    """
+    checks.one_of("transport", transport, (COLLECTIVE, ONE_SIDED, "auto"))
+    if transport == ONE_SIDED and backend != "mosaic":
+        raise ValueError(
+            f'transport "{ONE_SIDED}" is of kernels that store by address: it needs the backend '
+            f'"mosaic", got "{backend}"'
+        )
+    if transport != "auto":
+        return transport
+    reach = backend == "mosaic" and peer_storage.gpus_reach_each_other()
+    return ONE_SIDED if reach else COLLECTIVE
 
 
 class MSAIcpCommLayout(dict[str, Any]):
@@ -170,7 +187,7 @@ def comm_specs(axis_name: str) -> MSAIcpComm:
 
 
 def check_comm(
-    comm: Any, world_size: int, capacity: int, transports: Sequence[str] = (COLLECTIVE,)
+    comm: Any, world_size: int, capacity: int, transports: Collection[str] = (COLLECTIVE,)
 ) -> None:
     """Raises, naming the array, unless `comm` is one rank's storage for `capacity` tokens.
 

@@ -17,6 +17,7 @@ chains already wrapped, jitted and donating.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,16 +26,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from msa_icp_jax import checks, programs, rows
+from msa_icp_jax import checks, peer_storage, programs, rows
 from msa_icp_jax.backend import check_precision, resolve_backend
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.comm import (
     COLLECTIVE,
+    ONE_SIDED,
     MSAIcpComm,
     check_comm,
     comm_specs,
     exchange,
     exchange_in_slot,
+    free_comm,
+    place_collective_comm,
+    place_one_sided_comm,
+    resolve_transport,
     store_legacy,
     store_tagged,
 )
@@ -93,6 +99,7 @@ def prepare_msa_icp_indexer(
     precision: str = "auto",
     axis_name: str = "icp",
     row_offset: int = 0,
+    transport: str = COLLECTIVE,
 ) -> MSAIcpIndexerPlan:
     """Plans the MiniMax-M3 index branch for one indexer context parallel group.
 
@@ -115,6 +122,11 @@ def prepare_msa_icp_indexer(
         XLA is always exact. Decode and prefill agree bit for bit only in "exact".
       axis_name: the mesh (or vmap) axis of the group.
       row_offset: first index-key row inside a compound page, a multiple of 8.
+      transport: how decode's rows reach the ranks that own their heads. "collective" is
+        `lax.all_to_all`. "one-sided" stores them into the owners' memory, which `init_comm(mesh)`
+        makes; it needs the Mosaic backend and GPUs that reach each other's memory. "auto" is
+        one-sided for the calls that get such a comm, where backend and GPUs allow it, and else
+        collective.
 
     Returns:
       A frozen, hashable MSAIcpIndexerPlan.
@@ -142,12 +154,15 @@ def prepare_msa_icp_indexer(
     check_precision(precision)
     if not isinstance(axis_name, str):
         raise TypeError(f"axis_name must be a str, got {axis_name!r}")
+    backend = resolve_backend(backend, device)
     return MSAIcpIndexerPlan(
         geometry=geometry,
         rank=rank,
-        backend=resolve_backend(backend, device),
+        backend=backend,
         precision=precision,
         axis_name=axis_name,
+        transport=resolve_transport(transport, backend),
+        comm_optional=transport != ONE_SIDED,
     )
 
 
@@ -161,6 +176,8 @@ class MSAIcpIndexerPlan:
       backend: "mosaic" or "xla", as resolved.
       precision: "auto", "exact" or "fast".
       axis_name: the mesh axis of the group.
+      transport: "collective" or "one-sided", as resolved.
+      comm_optional: whether decode runs without a comm, by the collective then.
     """
 
     geometry: IndexerGeometry
@@ -168,6 +185,8 @@ class MSAIcpIndexerPlan:
     backend: str
     precision: str
     axis_name: str
+    transport: str
+    comm_optional: bool
 
     @property
     def fused_decode_min_batch(self) -> int | None:
@@ -521,18 +540,69 @@ class MSAIcpIndexerPlan:
         received = self.prefill_exchange(carrier)
         return self.prefill_merge(received, num_valid_pages, output), carrier, score_scratch
 
-    def init_comm(self) -> MSAIcpComm:
-        """One rank's receive storage, zeroed; create it once, and anew only to recover."""
-        return MSAIcpComm.zeros(self.geometry.world_size, self.geometry.max_decode_tokens)
+    def init_comm(self, mesh: Mesh | None = None) -> MSAIcpComm:
+        """Receive storage, zeroed; create it once, and anew only to recover.
+
+        With the one-sided transport every rank's rows lie on its GPU outside XLA's memory, which is
+        the comm's own until `free_comm` or the end of the process; its arrays have the addresses.
+        Storage made anew has others, and no program is traced again for them. Every process of the
+        mesh makes it together.
+
+        Args:
+          mesh: a mesh with the icp axis: all ranks' storage, placed by `comm_specs`. On a larger
+            mesh (data x icp, say) every group has storage of its own, so the copies of these arrays
+            along the other axes differ: hand them to `jax.shard_map` as they are. None: one rank's
+            arrays, of the collective transport.
+
+        Raises:
+          TypeError, ValueError: the mesh has no such axis of the plan's size, or there is none for
+            a plan whose transport is "one-sided".
+          peer_storage.Unreachable: GPUs of a group do not reach each other's memory, or lie on
+            several hosts (a plan with transport "auto" warns instead, and uses the collective).
+          peer_storage.DriverError: the CUDA driver could not allocate or open the storage.
+        """
+        programs.check_mesh(self, mesh)
+        sizes = self.geometry.world_size, self.geometry.max_decode_tokens
+        if mesh is None:
+            if not self.comm_optional:
+                raise ValueError(
+                    'mesh must be a jax.sharding.Mesh for a plan with transport "one-sided", whose '
+                    "ranks' GPUs store into each other's memory, got None"
+                )
+            return MSAIcpComm.zeros(*sizes)
+        if self.transport == ONE_SIDED:
+            try:
+                return place_one_sided_comm(mesh, self.axis_name, *sizes)
+            except peer_storage.Unreachable as error:
+                if not self.comm_optional:
+                    raise
+                warnings.warn(f"{error} (chosen instead)", stacklevel=2)
+        return place_collective_comm(mesh, self.axis_name, *sizes)
+
+    def free_comm(self, comm: MSAIcpComm) -> None:
+        """Releases receive storage from `init_comm(mesh)`, on every process of the mesh together.
+
+        Args:
+          comm: as the last call returned it. It waits for that call; the arrays are deleted.
+
+        Raises:
+          TypeError, ValueError: it is no comm, or not one of this process.
+          RuntimeError: its arrays were donated or freed already.
+        """
+        free_comm(comm)
 
     def comm_specs(self) -> MSAIcpComm:
         """PartitionSpecs of a global MSAIcpComm over the icp axis, in an MSAIcpComm."""
         return comm_specs(self.axis_name)
 
     def check_comm(self, comm: MSAIcpComm) -> None:
-        """Raises, naming the array, unless `comm` is one rank's storage of this plan."""
+        """Raises, naming the array, unless `comm` is one rank's storage of this plan.
+
+        Storage of the one-sided transport lies elsewhere: `recv` and `tagged_recv` have no slot.
+        """
+        transports = {self.transport, COLLECTIVE} if self.comm_optional else {self.transport}
         geometry = self.geometry
-        check_comm(comm, geometry.world_size, geometry.max_decode_tokens, (COLLECTIVE,))
+        check_comm(comm, geometry.world_size, geometry.max_decode_tokens, transports)
 
     def decode_score_shape(self) -> tuple[int, int, int]:
         """(max_decode_tokens, 4, columns): one rank's decode score plane, float32."""
