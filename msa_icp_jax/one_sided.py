@@ -1,0 +1,124 @@
+"""The one-sided transport of decode: a select that stores rows at their owners, a waiting merge.
+
+Between the two lies no operation of XLA's, and none that XLA knows of: what orders them is a buffer
+that both write in place, `errors` with legacy rows and the publish counters with tagged ones. One
+call's buffer is the next one's, so all calls of a comm form one chain. No pass of XLA's can merge
+two of them, drop one, or change their order, as long as the caller hands on the comm that each
+call returns, and uses each once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from msa_icp_jax.comm import MSAIcpComm
+from msa_icp_jax.geometry import IndexerGeometry
+
+# Looks at a row or a flag of a peer before it is given up: some tens of seconds.
+SPIN_LIMIT = 1 << 26
+
+
+def select_and_publish(
+    scores: jax.Array,
+    num_valid_pages: jax.Array,
+    comm: MSAIcpComm,
+    *,
+    geometry: IndexerGeometry,
+    rank: int | jax.Array,
+    slot: int | jax.Array,
+    tagged: bool,
+    enable_pdl: bool,
+) -> MSAIcpComm:
+    """Selects the candidates of every (token, head) and stores their rows at the owners.
+
+    Args:
+      scores: float32 [>= T, 4, columns], this rank's plane.
+      num_valid_pages: int32 [T], T >= 1.
+      comm: one rank's, with the addresses of all.
+      geometry: the plan's.
+      rank: this rank.
+      slot: running count of calls.
+      tagged: whether rows are tagged.
+      enable_pdl: let the launch overlap the scorer's end.
+
+    Returns:
+      comm, with a flag that stayed up counted in `errors`, or the publish counters advanced.
+    """
+    from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
+    from msa_icp_jax.ops.select import mosaic
+
+    common: dict[str, Any] = {
+        "rank": rank,
+        "slot": slot,
+        "index_scale": geometry.index_scale,
+        "index_offset": geometry.index_offset(rank),
+        "force_begin_blocks": geometry.init_blocks,
+        "force_end_blocks": geometry.local_blocks,
+        "enable_pdl": enable_pdl,
+        "target": launch.current_target(),
+    }
+    if tagged:
+        sent = mosaic.select_and_publish_tagged_rows(
+            scores, num_valid_pages, comm.tagged_recv_bases, comm.publish_generations, **common
+        )
+        return dataclasses.replace(comm, publish_generations=sent)
+    errors = mosaic.select_and_publish_rows(
+        scores,
+        num_valid_pages,
+        comm.recv_bases,
+        comm.errors,
+        capacity=geometry.max_decode_tokens,
+        spin_limit=SPIN_LIMIT,
+        **common,
+    )
+    return dataclasses.replace(comm, errors=errors)
+
+
+def merge_published(
+    num_valid_pages: jax.Array,
+    output: jax.Array,
+    comm: MSAIcpComm,
+    *,
+    geometry: IndexerGeometry,
+    rank: int | jax.Array,
+    slot: int | jax.Array,
+    tagged: bool,
+    enable_pdl: bool,
+) -> tuple[jax.Array, MSAIcpComm]:
+    """Waits for every rank's rows of the owned heads and merges them.
+
+    Args:
+      num_valid_pages: int32 [T], T >= 1.
+      output: int32 [>= T, hpr, 16] to write into.
+      comm: as `select_and_publish` returned it.
+      geometry, rank, slot, tagged, enable_pdl: as there.
+
+    Returns:
+      (output, comm with its expected counters advanced and rows that did not come in `errors`).
+    """
+    from msa_icp_jax.ops._mosaic import launch
+    from msa_icp_jax.ops.merge import mosaic
+
+    counters = mosaic.Generations(comm.publish_generations, comm.expected_generations)
+    output, errors, advanced = mosaic.merge_rows_at_address(
+        comm.tagged_recv_bases if tagged else comm.recv_bases,
+        num_valid_pages,
+        output,
+        comm.errors,
+        counters if tagged else None,
+        rank=rank,
+        slot=slot,
+        capacity=geometry.max_decode_tokens,
+        init_blocks=geometry.init_blocks,
+        local_blocks=geometry.local_blocks,
+        spin_limit=SPIN_LIMIT,
+        enable_pdl=enable_pdl,
+        target=launch.current_target(),
+    )
+    published, expected = advanced or counters
+    return output, dataclasses.replace(
+        comm, errors=errors, publish_generations=published, expected_generations=expected
+    )
