@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from msa_icp_jax import checks, peer_storage, programs, rows
+from msa_icp_jax import checks, one_sided, peer_storage, programs, rows
 from msa_icp_jax.backend import check_precision, resolve_backend
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.comm import (
@@ -46,6 +46,7 @@ from msa_icp_jax.comm import (
 )
 from msa_icp_jax.geometry import (
     HEAD_DIM,
+    MAX_INT32,
     MAX_SUM,
     NUM_HEADS,
     TOPK,
@@ -244,7 +245,9 @@ class MSAIcpIndexerPlan:
           TypeError, ValueError: an argument has the wrong dtype, shape or value, or the icp axis is
             not bound here, has another size, or is bound while the plan has a fixed rank.
         """
-        self._require_axis("decode")
+        is_one_sided = self._is_one_sided(comm)
+        if not is_one_sided or self.rank is None or self._axis_size() is not None:
+            self._require_axis("decode")
         most = self.geometry.max_decode_query_len
         decode_query_len = check_query_len("decode_query_len", decode_query_len, most)
         tokens = self._check_decode(
@@ -257,7 +260,7 @@ class MSAIcpIndexerPlan:
             output,
             decode_query_len,
         )
-        slot = check_slot(slot)
+        slot = checks.index("slot", slot, MAX_INT32 + 1) if is_one_sided else check_slot(slot)
         checks.flag("tagged", tagged)
         checks.flag("enable_pdl", enable_pdl)
         if tagged and self.geometry.num_sparse_layers < 2:
@@ -279,6 +282,20 @@ class MSAIcpIndexerPlan:
         if tokens == 0:
             return output, scores if fused else plane, comm
 
+        if comm is not None and is_one_sided:
+            plane = self._score(
+                (index_q, index_k, block_table, seq_lens), plane, decode_query_len, enable_pdl
+            )
+            options: dict[str, Any] = {
+                "geometry": self.geometry,
+                "rank": self._rank(),
+                "slot": slot,  # which the kernels take mod 3, without an operation before them
+                "tagged": tagged,
+                "enable_pdl": enable_pdl,
+            }
+            comm = one_sided.select_and_publish(plane, num_valid_pages, comm, **options)
+            output, comm = one_sided.merge_published(num_valid_pages, output, comm, **options)
+            return output, scores if fused else plane, comm
         storage = comm if comm is not None else MSAIcpComm.zeros(self.geometry.world_size, tokens)
         message, plane = self._score_select(
             (index_q, index_k, block_table, seq_lens),
@@ -774,6 +791,17 @@ class MSAIcpIndexerPlan:
             )
         return merged.output, dataclasses.replace(storage, **updates)
 
+    def _is_one_sided(self, comm: MSAIcpComm | None) -> bool:
+        """Whether a call with this comm stores its rows at their owners itself."""
+        if self.transport != ONE_SIDED:
+            return False
+        if comm is None and not self.comm_optional:
+            raise ValueError(
+                'comm must be an MSAIcpComm from init_comm(mesh) for a plan with transport "one-'
+                'sided", got None'
+            )
+        return isinstance(comm, MSAIcpComm) and (comm.is_one_sided or not self.comm_optional)
+
     def _score_select(
         self,
         inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
@@ -785,19 +813,7 @@ class MSAIcpIndexerPlan:
         **counters: Any,
     ) -> tuple[MSAIcpRows, jax.Array]:
         geometry, rank = self.geometry, self._rank()
-        scores = msa_icp_decode_index_score_sharded(
-            *inputs,
-            scores,
-            rank=rank,
-            world_size=geometry.world_size,
-            page_size=geometry.page_size,
-            decode_query_len=decode_query_len,
-            max_decode_query_len=geometry.max_decode_query_len,
-            enable_pdl=enable_pdl,
-            backend=self.backend,
-            precision=self.precision,
-            row_offset=geometry.row_offset,
-        )
+        scores = self._score(inputs, scores, decode_query_len, enable_pdl)
         message = msa_icp_topk_select_publish(
             scores,
             num_valid_pages,
@@ -814,6 +830,28 @@ class MSAIcpIndexerPlan:
         )
         return message, scores
 
+    def _score(
+        self,
+        inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+        scores: jax.Array,
+        decode_query_len: int,
+        enable_pdl: bool,
+    ) -> jax.Array:
+        geometry = self.geometry
+        return msa_icp_decode_index_score_sharded(
+            *inputs,
+            scores,
+            rank=self._rank(),
+            world_size=geometry.world_size,
+            page_size=geometry.page_size,
+            decode_query_len=decode_query_len,
+            max_decode_query_len=geometry.max_decode_query_len,
+            enable_pdl=enable_pdl,
+            backend=self.backend,
+            precision=self.precision,
+            row_offset=geometry.row_offset,
+        )
+
     def _rank(self) -> Any:
         """The fixed rank, or the position on the icp axis as a traced scalar."""
         if self.rank is not None:
@@ -823,10 +861,7 @@ class MSAIcpIndexerPlan:
 
     def _require_axis(self, caller: str) -> None:
         """Raises unless the icp axis is bound, has the group's size, and gives the rank."""
-        try:
-            size = lax.axis_size(self.axis_name)
-        except NameError:
-            size = None
+        size = self._axis_size()
         where = f"{caller} must run where axis_name {self.axis_name!r} is bound with size"
         if size is None:
             raise ValueError(
@@ -840,6 +875,13 @@ class MSAIcpIndexerPlan:
                 f"{caller} needs rank=None where axis_name {self.axis_name!r} is bound (the rank "
                 f"is the position on the axis), got rank {self.rank}"
             )
+
+    def _axis_size(self) -> int | None:
+        """The size of the icp axis where it is bound."""
+        try:
+            return lax.axis_size(self.axis_name)
+        except NameError:
+            return None
 
     def _check_decode(
         self,
