@@ -14,7 +14,7 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
-import socket
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -361,7 +361,7 @@ def _message(error: Exception | None, handle: bytes | None = None) -> np.ndarray
 def _host() -> bytes:
     """What processes of one running system have in common."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    name = boot.read_text() if boot.exists() else socket.gethostname()
+    name = boot.read_text() if boot.exists() else platform.node()
     return hashlib.blake2b(name.encode(), digest_size=_HOST_BYTES).digest()
 
 
