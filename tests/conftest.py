@@ -4,7 +4,19 @@ The flag counts only until JAX starts its backend, so it is set before any test 
 """
 
 import os
+from collections.abc import Iterator
+
+import pytest
 
 _FLAG = "--xla_force_host_platform_device_count=4"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
+
+
+@pytest.fixture(autouse=True)
+def _modes() -> Iterator[None]:
+    """A test in which a global mode stays changed fails, and those behind it do not."""
+    from global_modes import kept  # on demand: it imports JAX
+
+    with kept():
+        yield

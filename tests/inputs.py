@@ -18,6 +18,8 @@ Array = npt.NDArray[Any]
 
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 
+TIME_LIMIT = 900  # seconds: it ends what hangs, and nothing that is slow on a busy machine
+
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _REAL = pathlib.Path(__file__).parent / "data/real_activations.npz"
 _REAL_BF16 = _REAL.with_name("real_activations_bf16.npz")

@@ -30,13 +30,15 @@ from chains import (
     random_decode,
     random_prefill,
 )
+from inputs import TIME_LIMIT
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from msa_icp_jax import MSAIcpComm, MSAIcpIndexerPlan, peer_storage
 from msa_icp_jax.comm import comm_shapes, free_comm, place_one_sided_comm
 
-START_TIMEOUT = 60  # seconds
-LATE = 3
+LATE = 3  # seconds
+# Of a rank that is to die: long for one that lives on a busy machine, short for one that waits.
+HEARTBEAT_LIMIT = 30
 DIED = 77  # exit status
 
 
@@ -46,8 +48,8 @@ def main(coordinator: str, world_size: int, rank: int, fate: str = "") -> None:
         coordinator,
         world_size,
         rank,
-        initialization_timeout=START_TIMEOUT,
-        heartbeat_timeout_seconds=10,
+        initialization_timeout=TIME_LIMIT,
+        heartbeat_timeout_seconds=HEARTBEAT_LIMIT if fate == "dies" else TIME_LIMIT,
     )
     assert jax.process_count() == world_size and len(jax.local_devices()) == 1
     process = Process(rank, make_plan(world_size, 256, max_model_len=8192))

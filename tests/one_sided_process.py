@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import one_sided
 import torch
+from inputs import TIME_LIMIT
 from one_sided import Rank
 
 TOKENS, CAPACITY, STEPS = 13, 16, 20
-WAIT = 120  # seconds for another process
 
 
 def main(rank: int, world_size: int, mailboxes: list[Any], barrier: Any, said: Any) -> None:
@@ -32,12 +32,12 @@ def _run(rank: int, world_size: int, form: str, mailboxes: list[Any], barrier: A
     for peer, mailbox in enumerate(mailboxes):
         if peer != rank:
             mailbox.put((rank, storage))
-    every = dict(mailboxes[rank].get(timeout=WAIT) for _ in range(world_size - 1))
+    every = dict(mailboxes[rank].get(timeout=TIME_LIMIT) for _ in range(world_size - 1))
     every[rank] = storage
     addresses = [every[peer].data_ptr() for peer in range(world_size)]
     this = Rank(rank, form, storage, addresses, TOKENS)
     random = np.random.default_rng(0)  # every rank makes every rank's inputs
-    barrier.wait(WAIT)
+    barrier.wait(TIME_LIMIT)
     for step in range(STEPS):
         counts = one_sided.random_counts(TOKENS, random)
         messages = [one_sided.random_message(world_size, TOKENS, random) for _ in range(world_size)]
@@ -48,7 +48,7 @@ def _run(rank: int, world_size: int, form: str, mailboxes: list[Any], barrier: A
         this.merge()
         found = this.output[:TOKENS].cpu().numpy()
         np.testing.assert_array_equal(found, one_sided.merged(messages, rank, counts))
-    barrier.wait(WAIT)  # nobody stores any more, nor frees what others still look at
+    barrier.wait(TIME_LIMIT)  # nobody stores any more, nor frees what others still look at
     this.ends_clean(TOKENS)
     del every
-    barrier.wait(WAIT)
+    barrier.wait(TIME_LIMIT)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import chains
+import inputs
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
@@ -157,7 +158,7 @@ def test_processes_threads_and_devices_do_not_matter() -> None:
         },
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=inputs.TIME_LIMIT,
         check=False,
     )
     assert there.returncode == 0, there.stderr

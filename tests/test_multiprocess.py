@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from inputs import TIME_LIMIT
 from multiprocess_worker import DIED
 
 WORKER = Path(__file__).with_name("multiprocess_worker.py")
-TIME_LIMIT = 240  # seconds for all processes of a run together
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@contextlib.contextmanager
+def free_port() -> Iterator[int]:
+    """A port that nobody else is given while the context lasts; a gRPC server may listen on it."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("", 0))
+        yield holder.getsockname()[1]
 
 
 def run_ranks(
@@ -30,7 +35,14 @@ def run_ranks(
 
     After one failed, the others get `patience` seconds to say what they saw and end.
     """
-    coordinator = f"127.0.0.1:{free_port()}"
+    with free_port() as port:
+        return run_processes(f"127.0.0.1:{port}", world_size, tmp_path, *fate, patience=patience)
+
+
+def run_processes(
+    coordinator: str, world_size: int, tmp_path: Path, *fate: str, patience: float
+) -> list[tuple[int, str]]:
+    """`run_ranks`, who meet at the address `coordinator`."""
     # One device a process: this run's four virtual ones are not inherited.
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -77,7 +89,7 @@ def test_processes_agree_with_the_oracle(world_size: int, fate: str, tmp_path: P
 
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     """They neither wait for ever nor answer: the step that the dead rank missed raises."""
-    results = run_ranks(2, tmp_path, "dies", patience=120)
+    results = run_ranks(2, tmp_path, "dies", patience=TIME_LIMIT)
     (survivor, said), (dead, _) = results
     assert dead == DIED, results
     assert "step 0 right" in said, said

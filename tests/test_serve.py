@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from inputs import TIME_LIMIT
 from jax import export as jax_export
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -171,7 +172,7 @@ def test_exported_step_runs_in_a_fresh_process_with_the_same_bits(
     assert saved["cpu"]["mosaic_kernels"] == 0
     assert saved["cuda"]["mosaic_kernels"] >= 4  # write, score, select, merge
     command = [sys.executable, EXAMPLES / "serve.py", "--load", folder, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT, check=False)
     assert done.returncode == 0, done.stderr
     loaded = json.loads(done.stdout)
     assert loaded["identical"]

@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import inputs
 import numpy as np
 import pytest
 
@@ -99,7 +100,7 @@ def run(code: str) -> str:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=inputs.TIME_LIMIT,
         check=False,
     )
     assert answer.returncode == 0, answer.stderr

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from inputs import TIME_LIMIT
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,7 +24,7 @@ def run(*arguments: str | Path) -> list[str]:
         env=variables | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=TIME_LIMIT,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout.splitlines()

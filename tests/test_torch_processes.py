@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from inputs import TIME_LIMIT
 
 torch = pytest.importorskip("torch", reason="torch is not installed (extra torch)")
 
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SWITCH = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 
-def run(*arguments: Any, timeout: int = 240, **environment: str) -> str:
+def run(*arguments: Any, **environment: str) -> str:
     """Runs this Python with the checkout on its path, on the CPU; returns what it prints."""
     path = [str(ROOT), str(ROOT / "interop"), str(ROOT / "tests")]
     inherited = {k: v for k, v in os.environ.items() if k not in (SWITCH, "XLA_FLAGS")}
@@ -34,7 +35,7 @@ def run(*arguments: Any, timeout: int = 240, **environment: str) -> str:
         | environment,
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=TIME_LIMIT,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout

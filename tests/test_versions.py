@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from inputs import TIME_LIMIT
 
 from msa_icp_jax import versions
 
@@ -45,7 +46,7 @@ def test_another_jax_is_refused_before_anything_else_fails(version: str, tmp_pat
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIME_LIMIT,
         check=False,
     )
     assert answer.returncode != 0
@@ -84,7 +85,7 @@ def test_every_kernel_module_imports_without_a_warning() -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIME_LIMIT,
         check=False,
     )
     assert answer.returncode == 0, answer.stderr

@@ -15,6 +15,7 @@ import oracle
 import torch
 import torch.distributed as dist
 from chains import LIMITS, OLD_SCORE, OLD_WORD, SPARE_ROWS, Decode, Prefill
+from inputs import TIME_LIMIT
 
 # A bare checkout has the package beside the tests; an installed one comes first.
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "interop"))
@@ -141,7 +142,7 @@ class Mailbox:
     """What the ranks of one process send each other, in place of a process group."""
 
     def __init__(self, world_size: int) -> None:
-        self.barrier = threading.Barrier(world_size, timeout=120)
+        self.barrier = threading.Barrier(world_size, timeout=TIME_LIMIT)
         self.messages: dict[int, torch.Tensor] = {}
 
     def exchange(self, rank: int, received: torch.Tensor, message: torch.Tensor) -> None:

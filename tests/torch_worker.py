@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from chains import OLD_WORD, make_plan, random_decode, random_prefill
+from inputs import TIME_LIMIT
 from torch_inputs import decode_step, prefill_local, prefill_window, prepare
 
 
@@ -34,7 +35,7 @@ def decode(plan, comm, case, slot, tagged) -> torch.Tensor:
 
 
 def main(page_size: int) -> None:
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIME_LIMIT))
     world_size, rank = dist.get_world_size(), dist.get_rank()
     plan = prepare(world_size, page_size, rank)
     comm = plan.init_comm()

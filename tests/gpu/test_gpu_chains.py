@@ -240,7 +240,7 @@ def test_command_buffers_do_not_change_a_bit():
             },
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=inputs.TIME_LIMIT,
             check=False,
         )
         assert result.returncode == 0, result.stderr

@@ -12,6 +12,7 @@ import chains
 import jax
 import numpy as np
 from chains import Ranks, random_decode, random_prefill
+from inputs import TIME_LIMIT
 from test_compilations import compile_log
 
 
@@ -77,7 +78,7 @@ def test_second_process_takes_the_kernels_from_the_persistent_cache(tmp_path: Pa
             },
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=TIME_LIMIT,
             check=False,
         )
         assert result.returncode == 0, result.stderr

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed (extra torch
 import one_sided  # noqa: E402
 import one_sided_process  # noqa: E402
 import oracle  # noqa: E402
+from inputs import TIME_LIMIT  # noqa: E402
 from one_sided import FORMS, Rank  # noqa: E402
 
 Array = npt.NDArray[Any]
@@ -284,7 +285,7 @@ def test_a_process_for_each_rank(world_size):
     for process in processes:
         process.start()
     try:
-        results = dict(said.get(timeout=150) for _ in processes)
+        results = dict(said.get(timeout=TIME_LIMIT) for _ in processes)
         assert results == dict.fromkeys(range(world_size), "right")
     finally:
         for process in processes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -46,6 +47,7 @@ def busy(cycles: int = 20_000_000) -> None:
 def allocated() -> int:
     """Bytes that torch has given out, once JAX has let go of what its programs took."""
     torch.cuda.synchronize()
+    gc.collect()
     time.sleep(0.5)
     return torch.cuda.memory_allocated()
 

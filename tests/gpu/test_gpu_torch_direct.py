@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from chains import (
 torch = pytest.importorskip("torch", reason="torch is not installed (extra torch)")
 
 import torch_inputs  # noqa: E402
+from inputs import TIME_LIMIT  # noqa: E402
 from torch_inputs import Group, Step, decode_step, prefill_window  # noqa: E402
 
 from msa_icp_torch import exchange  # noqa: E402
@@ -188,10 +190,8 @@ def test_a_peer_that_never_comes_is_given_up(tagged):
     connect(group)
     case = random_decode([300, 17], 1, 128)
     step = decode_step(group.plans[0], case)
-    start = time.monotonic()
     group.plans[0].decode(*step, comm=group.comms[0], slot=0, tagged=tagged, decode_query_len=1)
     torch.cuda.synchronize()
-    assert time.monotonic() - start < 30
     assert faults(group) == [4, 0]  # one source, two owned heads, two tokens
     assert (step.output[:2] == -1).all()
     assert (step.output[2:] == torch_inputs.OLD_WORD).all()
@@ -300,6 +300,18 @@ def test_an_unwarmed_shape_inside_a_capture_says_what_to_do():
     assert (step.output == torch_inputs.OLD_WORD).all()
 
 
+@contextlib.contextmanager
+def waits_are_errors() -> Iterator[None]:
+    """In it, what torch knows to wait for the GPU raises."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 def test_calls_neither_wait_nor_allocate(fresh):
     """On known tensors and new ones: the stream stays busy, and the counts of allocations stay."""
@@ -313,21 +325,19 @@ def test_calls_neither_wait_nor_allocate(fresh):
     for tagged in (False, True):
         for slot in range(3):
             ranks.decode(steps, 2, slot=slot, tagged=tagged)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    for stream in ranks.streams:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(1_000_000_000)  # about half a second
-    start = time.monotonic()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for call in range(20):
-            mine = [s._replace(index_q=q[call]) for s, q in zip(steps, queries, strict=True)]
-            ranks.decode(mine, 2, slot=call, tagged=bool(call % 2))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert time.monotonic() - start < 0.25
-    assert not ranks.streams[0].query(), "the calls came after the stream's work: nothing shown"
+    for cycles in (1 << 30, 1 << 33):  # half a second; four, where the host is slow
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        for stream in ranks.streams:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(cycles)
+        with waits_are_errors():
+            for call in range(20):
+                mine = [s._replace(index_q=q[call]) for s, q in zip(steps, queries, strict=True)]
+                ranks.decode(mine, 2, slot=call, tagged=bool(call % 2))
+        if busy := not ranks.streams[0].query():
+            break
+    assert busy, "a call waited for the stream's work, or took the host longer than that"
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     check_output(make_plan(2, 128), case, result(steps).output)
     assert faults(group) == [0, 0]
@@ -655,6 +665,6 @@ def test_the_gpu_is_left_to_torch(imports):
         env=environment | {"PYTHONPATH": os.pathsep.join(map(str, folders))},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=TIME_LIMIT,
     )
     assert done.stdout.strip() == "fine", done.stderr[-3000:]

@@ -9,7 +9,8 @@ import sys
 
 import jax
 from chains import make_plan
-from multiprocess_worker import START_TIMEOUT, Process
+from inputs import TIME_LIMIT
+from multiprocess_worker import Process
 
 
 def main(coordinator: str, world_size: int, rank: int) -> None:
@@ -18,7 +19,7 @@ def main(coordinator: str, world_size: int, rank: int) -> None:
         world_size,
         rank,
         local_device_ids=[rank],
-        initialization_timeout=START_TIMEOUT,
+        initialization_timeout=TIME_LIMIT,
     )
     assert jax.process_count() == world_size and len(jax.local_devices()) == 1
     plan = make_plan(world_size, 256, max_model_len=8192, backend="auto")

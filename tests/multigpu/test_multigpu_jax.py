@@ -15,6 +15,7 @@ import numpy as np
 import oracle
 import pytest
 from chains import AXIS, GROUPS, Ranks, random_decode, random_prefill
+from inputs import TIME_LIMIT
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -160,7 +161,7 @@ def check_all(processes: list[subprocess.Popen[str]], says: str) -> None:
     """Each ends well and says so; none outlives the test."""
     try:
         for process in processes:
-            output, _ = process.communicate(timeout=150)
+            output, _ = process.communicate(timeout=TIME_LIMIT)
             assert process.returncode == 0, output[-4000:]
             assert says in output
     finally:
@@ -194,5 +195,7 @@ def test_with_and_without_command_buffers(flag: str) -> None:
 
 
 def test_a_process_for_each_gpu() -> None:
-    worker, coordinator = Path(__file__).with_name("jax_process.py"), f"127.0.0.1:{free_port()}"
-    check_all([python(worker, coordinator, 2, rank) for rank in range(2)], "of 2: right")
+    worker = Path(__file__).with_name("jax_process.py")
+    with free_port() as port:
+        ranks = [python(worker, f"127.0.0.1:{port}", 2, rank) for rank in range(2)]
+        check_all(ranks, "of 2: right")

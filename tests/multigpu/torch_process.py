@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch_inputs
 from chains import OLD_WORD, make_plan, random_decode, random_prefill
+from inputs import TIME_LIMIT
 from one_sided import Rank
 
 TOKENS, CAPACITY = 29, 32
@@ -31,7 +32,9 @@ COLUMNS = 256  # of the scores, where a select publishes
 def main(what: str) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device, timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group(
+        "nccl", device_id=device, timeout=datetime.timedelta(seconds=TIME_LIMIT)
+    )
     if what == "group":
         for page_size in (128, 256):
             through_group(device, page_size)
