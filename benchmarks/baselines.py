@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks.cases import LOCAL_BLOCKS, PAGE_SIZE, Case, Decode, Prefill
+from benchmarks.cases import LOCAL_BLOCKS, PAGE_SIZE, Decode, Prefill
 from benchmarks.check import check_chosen, check_scores, host
-from benchmarks.graph import replays
 from benchmarks.inputs import Inputs
-from benchmarks.timing import Times
-from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, TOPK
+from benchmarks.timing import Times, in_graph, on_clock
+from msa_icp_jax.geometry import HEAD_DIM, TOPK
 
 _CHUNK_TOKENS = 512  # of a prefill's products at a time: 268 MB at 64 Ki local keys
 
 Arrays = dict[str, Any]
-Call = Callable[[], tuple[Any, Any]]  # returns (scores [T, 4, columns] or None, ids [T, 4, 16])
+Call = Callable[[], tuple[Any, Any]]  # returns (scores [T, H, columns] or None, ids [T, H, 16])
+Binder = Callable[[Arrays], Call]  # makes the call of an input set from its tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,31 +33,30 @@ class Baseline:
     """A backend on torch tensors.
 
     Attributes:
-      name: the backend's name in results.
-      prepare: makes, for a case, what makes the call of an input set from its tensors.
+      prepare: makes a case's binder.
+      given: the case that it gets in place of a rank's.
       rotates: whether it reads its inputs at a speed at which the cache matters: then it goes
         through all sets; else two are enough, since what it writes itself flushes the cache.
       exact: whether it chooses the best of its own scores, to the last bit.
     """
 
-    name: str
-    prepare: Callable[[Any], Callable[[Arrays], Call]]
-    rotates: bool
-    exact: bool
+    prepare: Callable[[Any], Binder]
+    given: Callable[[Any], Decode | Prefill] = lambda case: case
+    rotates: bool = False
+    exact: bool = True
 
 
 class TorchRun:
-    """A baseline on a case's input sets."""
+    """A baseline on the input sets of the case given to it."""
 
     def __init__(self, case: Decode | Prefill, inputs: Inputs, baseline: Baseline) -> None:
         sets = inputs.sets if baseline.rotates else inputs.sets[:2]
-        self._case = case
-        self._baseline = baseline
+        self._case, self._exact = case, baseline.exact
         self._first = inputs.fixed | sets[0]
         bind = baseline.prepare(case)
         shared = tensors(inputs.fixed)
-        self._calls = [bind(shared | tensors(one_set)) for one_set in sets]
-        self._cuda = shared["keys"].is_cuda
+        calls = [bind(shared | tensors(one_set)) for one_set in sets]
+        self._calls = calls * (1 if baseline.rotates else 2)
 
     def check(self) -> None:
         """Compares scores with float64 and the chosen ids with the best ones.
@@ -69,38 +67,16 @@ class TorchRun:
         """
         scores, ids = self._calls[0]()
         if scores is None:  # it keeps its scores to itself: those of torch, in float32
-            scores, _ = _prepare(self._case, precise=True)(tensors(self._first))()
+            scores, _ = in_torch(self._case, precise=True)(tensors(self._first))()
         check_scores(self._case, self._first | {"scores": scores}, "fast")
-        check_chosen(self._case, self._first, scores, host(ids), exact=self._baseline.exact)
+        check_chosen(self._case, self._first, scores, host(ids), exact=self._exact)
 
     def times(self, runs: int) -> Times:
-        """Times `runs` runs over the input sets, each of them once or, if they are few, twice."""
-        calls = self._calls * (1 if self._baseline.rotates else 2)
-        return _replays(calls, runs) if self._cuda else _calls(calls, runs)
-
-
-def _replays(calls: list[Call], runs: int) -> Times:
-    import torch
-
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for call in calls:
-            call()
-    return replays(graph, runs, len(calls))
-
-
-def _calls(calls: list[Call], runs: int) -> Times:
-    found = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        found.append((time.perf_counter() - start) * 1e6 / len(calls))
-    return Times(tuple(found), "eager")
+        """Times `runs` runs over the input sets."""
+        if jax.default_backend() == "gpu":
+            return in_graph([[call] for call in self._calls], runs)
+        every = functools.partial(lambda calls: [call() for call in calls], self._calls)
+        return on_clock(every, runs, len(self._calls), "eager")
 
 
 def tensors(arrays: Arrays) -> Arrays:
@@ -119,14 +95,17 @@ def _torch(x: jax.Array) -> Any:
 # ---- in torch ----
 
 
-def _prepare(
-    case: Case, *, precise: bool = False, compiled: bool = False
-) -> Callable[[Arrays], Call]:
+def in_torch(case: Decode | Prefill, *, precise: bool = False, compiled: bool = False) -> Binder:
     """Gather, matrix product in fp16 (float32 if `precise`), maximum over a page's rows, topk."""
     import torch
 
-    assert isinstance(case, Decode | Prefill)
-    local = _local(case, torch.float32 if precise else torch.float16)
+    dtype = torch.float32 if precise else torch.float16
+    score = _decode_scores if isinstance(case, Decode) else _prefill_scores
+
+    def local(queries: Any, keys: Any, table: Any, positions: Any) -> tuple[Any, Any]:
+        scores = score(case, queries.to(dtype), keys, table, positions)
+        return scores, _choose(scores, positions)
+
     if compiled:
         torch._dynamo.reset()
         local = torch.compile(local, dynamic=False)
@@ -139,29 +118,18 @@ def _prepare(
     return bind
 
 
-TORCH = Baseline("torch", _prepare, rotates=False, exact=True)
-TORCH_COMPILE = Baseline(
-    "torch_compile", functools.partial(_prepare, compiled=True), rotates=False, exact=True
-)
-
-
-def _local(case: Decode | Prefill, dtype: Any) -> Callable[..., Any]:
-    score = _decode_scores if isinstance(case, Decode) else _prefill_scores
-
-    def local(queries: Any, keys: Any, table: Any, positions: Any) -> tuple[Any, Any]:
-        scores = score(case, queries.to(dtype), keys, table, positions)
-        return scores, _choose(scores, positions)
-
-    return local
+TORCH = {
+    "torch_compile": Baseline(functools.partial(in_torch, compiled=True)),
+    "torch": Baseline(in_torch),
+}
 
 
 def _decode_scores(case: Any, queries: Any, keys: Any, table: Any, positions: Any) -> Any:
     requests, length, rows = len(case.lens), case.query_len, case.rows_per_page
     pages = table.shape[1]
     gathered = _gather(keys, table, queries.dtype).reshape(requests, pages * rows, HEAD_DIM)
-    query = queries.reshape(requests, length * NUM_HEADS, HEAD_DIM)
-    products = query @ gathered.transpose(1, 2)
-    products = products.reshape(requests * length, NUM_HEADS, pages, rows)
+    products = queries.reshape(requests, -1, HEAD_DIM) @ gathered.transpose(1, 2)
+    products = products.reshape(requests * length, case.heads, pages, rows)
     return _page_maxima(case, products, positions)
 
 
@@ -177,7 +145,7 @@ def _prefill_scores(case: Any, queries: Any, keys: Any, table: Any, positions: A
         end = start + length
         for first in range(start, end, _CHUNK_TOKENS):
             chunk = slice(first, min(first + _CHUNK_TOKENS, end))
-            products = (queries[chunk] @ gathered.T).reshape(-1, NUM_HEADS, pages, rows)
+            products = (queries[chunk] @ gathered.T).reshape(-1, case.heads, pages, rows)
             maxima = _page_maxima(case, products, positions[chunk])
             parts.append(torch.nn.functional.pad(maxima, (0, width - pages), value=-torch.inf))
         start = end
@@ -191,7 +159,7 @@ def _gather(keys: Any, pages: Any, dtype: Any) -> Any:
 
 
 def _page_maxima(case: Any, products: Any, positions: Any) -> Any:
-    """Largest visible product of each page, float32 [tokens, 4, pages]."""
+    """Largest visible product of each page, float32 [tokens, heads, pages]."""
     import torch
 
     pages, rows = products.shape[2:]

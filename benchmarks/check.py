@@ -6,15 +6,21 @@ the same backend wrote. Merged ids: exactly the Top16 of the rows received.
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.cases import INIT_BLOCKS, LOCAL_BLOCKS, PAGE_SIZE, Case, Decode, Prefill
-from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, TOPK
-from msa_icp_jax.rows import READY, ROW_WORDS
+from benchmarks.cases import INIT_BLOCKS, LOCAL_BLOCKS, PAGE_SIZE, Sharded
+from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS
+from msa_icp_jax.rows import ROW_WORDS
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+oracle = importlib.import_module("oracle")  # numpy's view of the contract, which the tests use too
 
 EPS = {"exact": 2.0**-17, "fast": 2.0**-10}
 _TOKENS, _COLUMNS = 12, 24
@@ -37,27 +43,27 @@ def sample(count: int, most: int) -> np.ndarray:
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
 
 
-def scores_of(x: Any, tokens: np.ndarray) -> np.ndarray:
+def _some(x: Any, tokens: np.ndarray) -> np.ndarray:
     """Rows `tokens` of a score plane, fetched alone."""
-    index = jnp.asarray(tokens) if isinstance(x, jax.Array) else tokens.tolist()
-    return host(x[index])
+    return host(x[jnp.asarray(tokens) if isinstance(x, jax.Array) else tokens.tolist()])
 
 
-def check_scores(case: Decode | Prefill, arrays: Arrays, precision: str) -> None:
+def check_scores(case: Sharded, arrays: Arrays, precision: str) -> None:
     """Compares sampled columns of sampled tokens with float64.
 
     Raises:
       Mismatch: a score is off by more than the tolerance.
     """
     tokens = sample(case.tokens, _TOKENS)
-    found = scores_of(arrays["scores"], tokens)
     queries, table = host(arrays["queries"]), host(arrays["table"])
-    for token, got in zip(tokens, found, strict=True):
+    for token, got in zip(tokens, _some(arrays["scores"], tokens), strict=True):
         request, position = case.positions[token]
         if position < 0:
             continue
         columns = sample(position // PAGE_SIZE + 1, _COLUMNS)
-        keys = _pages(arrays["keys"], table[request, columns])
+        pages = np.resize(table[request, columns], _COLUMNS)  # one shape, so one compile
+        keys = np.asarray(jnp.take(arrays["keys"], jnp.asarray(pages), axis=0)).astype(np.float64)
+        keys = keys[: len(columns)].reshape(len(columns), -1, HEAD_DIM)
         products = keys[None] * queries[token].astype(np.float64)[:, None, None]
         at = columns[:, None] * PAGE_SIZE + case.rank * keys.shape[1] + np.arange(keys.shape[1])
         visible = (at <= position) & (at < case.lens[request])
@@ -73,45 +79,46 @@ def check_scores(case: Decode | Prefill, arrays: Arrays, precision: str) -> None
             )
 
 
-def check_rows(case: Case, scores: Any, counts: Any, rows: Any) -> None:
+def check_rows(tokens: int, scores: Any, counts: Any, rows: Any) -> None:
     """Compares the rows of sampled tokens with the Top16 of `scores`.
 
     Raises:
       Mismatch: a row differs in any word.
     """
-    tokens = sample(case.tokens, 4 * _TOKENS)
-    counts = host(counts)
-    head_rows = host(rows).reshape(NUM_HEADS, -1, ROW_WORDS)
-    for token, planes in zip(tokens, scores_of(scores, tokens), strict=True):
-        for head, row in enumerate(planes):
-            want = select_row(row, int(counts[token]))
-            if not np.array_equal(want, head_rows[head, token]):
-                raise Mismatch(
-                    f"row of token {token}, head {head}: ids {head_rows[head, token][TOPK:-1]}, "
-                    f"its scores say {want[TOPK:-1]}"
-                )
+    some = sample(tokens, 4 * _TOKENS)
+    got = host(rows).reshape(NUM_HEADS, -1, ROW_WORDS)[:, some]
+    planes = np.ascontiguousarray(_some(scores, some))
+    want = oracle.select(planes, host(counts)[some], INIT_BLOCKS, LOCAL_BLOCKS)
+    _same("row", some, got.swapaxes(0, 1), want.swapaxes(0, 1))
 
 
-def check_merged(case: Case, received: Any, counts: Any, output: Any, errors: Any) -> None:
+def check_merged(tokens: int, received: Any, counts: Any, output: Any, errors: Any) -> None:
     """Compares the ids of sampled tokens with the Top16 of all sources' rows.
 
     Raises:
       Mismatch: a token's ids differ, or the merge counted a fault.
     """
-    received, counts, output = host(received), host(counts), host(output)
-    for token in sample(case.tokens, 4 * _TOKENS):
-        for head in range(output.shape[1]):
-            want = merge_ids(received[:, head, token], int(counts[token]))
-            if not np.array_equal(want, output[token, head]):
-                raise Mismatch(
-                    f"ids of token {token}, head {head}: {output[token, head]}, the rows say {want}"
-                )
+    some = sample(tokens, 4 * _TOKENS)
+    rows = host(received)[:, :, some]
+    want = oracle.merge(rows, host(counts)[some], INIT_BLOCKS, LOCAL_BLOCKS)
+    _same("ids", some, host(output)[some], want)
     if host(errors).any():
         raise Mismatch(f"the merge counted {int(host(errors)[0])} faults")
 
 
-def check_chosen(case: Case, arrays: Arrays, scores: Any, ids: np.ndarray, *, exact: bool) -> None:
-    """Compares ids [T, 4, 16] (any order, -1 for none) with the best of `scores`.
+def _same(what: str, tokens: np.ndarray, got: np.ndarray, want: np.ndarray) -> None:
+    wrong = (got != want).any(-1)
+    if wrong.any():
+        at, head = (int(x[0]) for x in wrong.nonzero())
+        raise Mismatch(
+            f"{what} of token {tokens[at]}, head {head}: {got[at, head]}, not {want[at, head]}"
+        )
+
+
+def check_chosen(
+    case: Sharded, arrays: Arrays, scores: Any, ids: np.ndarray, *, exact: bool
+) -> None:
+    """Compares ids [T, H, 16] (any order, -1 for none) with the best of `scores`.
 
     Which of equal scores wins is not compared. Unless `exact`, nor is which of two wins that
     differ by less than the fast arithmetic may err.
@@ -119,16 +126,14 @@ def check_chosen(case: Case, arrays: Arrays, scores: Any, ids: np.ndarray, *, ex
     Raises:
       Mismatch: an id is none, comes twice, or is not among the best.
     """
-    counts = host(arrays["counts"])
+    some = sample(case.tokens, 16)
+    counts = host(arrays["counts"])[some]
     slack = 0.0 if exact else EPS["fast"] * _largest_sum(arrays)
-    tokens = sample(case.tokens, 16)
-    for token, planes in zip(tokens, scores_of(scores, tokens), strict=True):
-        count = int(counts[token])
-        for head, row in enumerate(planes):
-            best = select_row(row, count)[TOPK : 2 * TOPK]
-            best = best[best >= 0]
-            got = np.sort(ids[token, head])
-            got = got[got >= 0]
+    planes = np.ascontiguousarray(_some(scores, some))
+    every = oracle.top_ids(planes, counts, INIT_BLOCKS, LOCAL_BLOCKS)
+    for token, count, rows, chosen in zip(some, counts, planes, every, strict=True):
+        for head, (row, best) in enumerate(zip(rows, chosen, strict=True)):
+            best, got = best[best >= 0], ids[token, head][ids[token, head] >= 0]
             legal = len(np.unique(got)) == len(got) == len(best) and (got < count).all()
             forced = best[(best < INIT_BLOCKS) | (best >= count - LOCAL_BLOCKS)]
             if not legal or not np.isin(forced, got).all() or not _alike(row, got, best, slack):
@@ -144,49 +149,5 @@ def _alike(row: np.ndarray, got: np.ndarray, best: np.ndarray, slack: float) -> 
 
 def _largest_sum(arrays: Arrays) -> float:
     """At least sum_d |q_d k_d| of any query and key: the product of the largest lengths."""
-    queries = host(arrays["queries"]).astype(np.float32)
-    keys = np.asarray(arrays["keys"][:_KEY_PAGES]).astype(np.float32)
-    return float(_longest(queries) * _longest(keys))
-
-
-def _longest(rows: np.ndarray) -> float:
-    return float(np.sqrt((rows * rows).sum(-1).max()))
-
-
-def select_row(scores: np.ndarray, count: int) -> np.ndarray:
-    """The candidate row of one token's scores."""
-    ids = np.arange(min(count, len(scores)))
-    chosen = np.sort(ids[_order(scores[ids], ids, count)[:TOPK]])
-    row = np.full(ROW_WORDS, -1, np.int32)
-    row[:TOPK] = np.float32(-np.inf).view(np.int32)
-    row[: len(chosen)] = scores[chosen].view(np.int32)
-    row[TOPK : TOPK + len(chosen)] = chosen
-    row[-1] = READY
-    return row
-
-
-def merge_ids(rows: np.ndarray, count: int) -> np.ndarray:
-    """The global Top16 of every source's row [W, 33] of one token and head."""
-    best: dict[int, float] = {}
-    for row in rows:
-        scores = np.ascontiguousarray(row[:TOPK]).view(np.float32)
-        for score, block in zip(scores.tolist(), row[TOPK : 2 * TOPK].tolist(), strict=True):
-            if 0 <= block < count:
-                best[block] = max(score, best.get(block, -np.inf))
-    ids = np.array(sorted(best), int)
-    scores = np.array([best[i] for i in ids.tolist()])
-    chosen = np.sort(ids[_order(scores, ids, count)[:TOPK]])
-    return np.concatenate([chosen, np.full(TOPK - len(chosen), -1)])
-
-
-def _order(scores: np.ndarray, ids: np.ndarray, count: int) -> np.ndarray:
-    """Forced first, then the larger score, then the lower id."""
-    forced = (ids < INIT_BLOCKS) | (ids >= count - LOCAL_BLOCKS)
-    return np.lexsort((ids, -np.where(np.isnan(scores), -np.inf, scores), ~forced))
-
-
-def _pages(keys: jax.Array, pages: np.ndarray) -> np.ndarray:
-    """Rows float64 [n, R, 128] of some pages, fetched alone."""
-    wanted = np.resize(pages, _COLUMNS)  # one shape, so one compile
-    fetched = np.asarray(jnp.take(keys, jnp.asarray(wanted), axis=0)).astype(np.float64)
-    return fetched[: len(pages)].reshape(len(pages), -1, HEAD_DIM)
+    rows = (host(arrays["queries"]), np.asarray(arrays["keys"][:_KEY_PAGES]))
+    return float(np.prod([np.linalg.norm(x.astype(np.float32), axis=-1).max() for x in rows]))

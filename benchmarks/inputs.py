@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.cases import Case, Decode, Merge, Prefill, Select, visible_blocks
+from benchmarks.cases import Case, Decode, Merge, Prefill, Select, Sharded, visible_blocks
 from msa_icp_jax import msa_icp_index_score_sharded_plan
 from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, TOPK, cdiv, round_up
 from msa_icp_jax.rows import READY, ROW_WORDS
@@ -33,15 +33,17 @@ Arrays = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What the stages of a case read.
-
-    Attributes:
-      fixed: arrays that every set shares.
-      sets: the arrays of each set.
-    """
+    """What the stages of a case read: arrays that every set shares, and those of each set."""
 
     fixed: Arrays
     sets: list[Arrays]
+
+    @property
+    def structs(self) -> Arrays:
+        """Shapes of a set's arrays."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.fixed | self.sets[0]
+        )
 
 
 class Pool:
@@ -49,96 +51,69 @@ class Pool:
 
     def __init__(self, cases: Sequence[Case], stream_bytes: int) -> None:
         self.stream_bytes = stream_bytes
-        sharded = [c for c in cases if isinstance(c, Decode | Prefill)]
-        keys = max((c.key_bytes // HEAD_DIM * self.sets_of(c) for c in sharded), default=1)
-        queries = max((c.tokens * NUM_HEADS * self.sets_of(c) for c in sharded), default=1)
+        sharded = [c for c in cases if isinstance(c, Sharded)]
+        keys = max((c.key_rows * self.sets_of(c) for c in sharded), default=1)
+        queries = max((c.tokens * c.heads * self.sets_of(c) for c in sharded), default=1)
         self._keys = _normal_rows(0, keys)
-        self.key_rows = len(self._keys)
         self._queries = _normal_rows(1, queries)
-        self._paged: dict[int, jax.Array] = {}
 
     def sets_of(self, case: Case) -> int:
         return min(MAX_SETS, max(2, cdiv(self.stream_bytes, case.stream_bytes)))
 
     def inputs(self, case: Case, backend: str) -> Inputs:
+        """The case's inputs, with the window plan of that backend."""
+        found = self._inputs(case, backend, self.sets_of(case))
+        return jax.block_until_ready((found.fixed, found.sets)) and found
+
+    def structs(self, case: Case, backend: str) -> Arrays:
+        """Shapes of a set's arrays, without making any."""
+
+        def arrays() -> Arrays:
+            found = self._inputs(case, backend, 1)
+            return found.fixed | found.sets[0]
+
+        return jax.eval_shape(arrays)
+
+    def _inputs(self, case: Case, backend: str, sets: int) -> Inputs:
         match case:
             case Decode() | Prefill():
-                found = self._sharded(case, backend)
+                return self._sharded(case, backend, sets)
             case Select():
-                found = _select(case, self.sets_of(case))
+                shape = (case.tokens, NUM_HEADS, case.columns)
+                draw = jax.jit(lambda key: 16 * jax.random.normal(key, shape))
+                counts = jnp.full(case.tokens, case.columns, jnp.int32)
+                return Inputs(
+                    {"counts": counts}, [{"scores": draw(jax.random.key(i))} for i in range(sets)]
+                )
             case Merge():
                 counts = np.full(case.tokens, case.blocks, np.int32)
-                received = [_received(case, counts, i) for i in range(_MERGE_SETS)]
-                sets = [{"received": jnp.asarray(x)} for x in received]
-                found = Inputs({"counts": jnp.asarray(counts)}, sets)
-        jax.block_until_ready((found.fixed, found.sets))
-        return found
+                received = [_received(case, counts, i) for i in range(min(sets, _MERGE_SETS))]
+                return Inputs({"counts": jnp.asarray(counts)}, [{"received": x} for x in received])
 
-    def _sharded(self, case: Decode | Prefill, backend: str) -> Inputs:
+    def _sharded(self, case: Decode | Prefill, backend: str, sets: int) -> Inputs:
         counts = np.array([visible_blocks(position) for _, position in case.positions], np.int32)
-        fixed: Arrays = {
-            "keys": self._pages(case.rows_per_page),
-            "counts": jnp.asarray(counts),
-        }
+        keys = self._keys.reshape(-1, case.rows_per_page, HEAD_DIM)
+        tables = _tables(case, sets, len(keys))
+        queries = self._queries[: sets * case.tokens * case.heads]
+        queries = queries.reshape(sets, case.tokens, case.heads, HEAD_DIM)
+        if case.data != "normal":
+            keys = _adversarial(keys, tables, case.data)
+        if case.data == "ascending":
+            queries = jnp.ones_like(queries)
+        fixed: Arrays = {"keys": keys, "counts": jnp.asarray(counts)}
         if isinstance(case, Decode):
             fixed["lens"] = jnp.asarray(case.lens, jnp.int32)
-            fixed["received"] = jnp.asarray(_received(case, counts, 0))
-        else:
-            fixed["plan"] = _plan(case, backend)
-        tables = _tables(case, self.sets_of(case), fixed["keys"].shape[0])
-        rows = case.tokens * NUM_HEADS
-        sets = [
-            {
-                "queries": _cut(self._queries, np.int32(i * rows), rows=rows),
-                "table": jnp.asarray(table),
-            }
-            for i, table in enumerate(tables)
-        ]
-        return Inputs(fixed, sets)
-
-    def _pages(self, rows_per_page: int) -> jax.Array:
-        if rows_per_page not in self._paged:
-            shape = (-1, rows_per_page, HEAD_DIM)
-            self._paged[rows_per_page] = jax.jit(lambda x: x.reshape(shape))(self._keys)
-        return self._paged[rows_per_page]
-
-
-def abstract_inputs(case: Case, key_rows: int) -> Arrays:
-    """Shapes of a set's arrays for the kernels, from a pool with that many rows of keys."""
-
-    def words(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-    def rows(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*shape, HEAD_DIM), jnp.float8_e4m3fn)
-
-    found: Arrays = {"counts": words(case.tokens)}
-    if isinstance(case, Decode | Merge):
-        by_source = (case.world_size, case.heads_per_rank, case.tokens, ROW_WORDS)
-        found["received"] = words(*by_source)
-    if isinstance(case, Decode | Prefill):
-        found["keys"] = rows(key_rows // case.rows_per_page, case.rows_per_page)
-        found["queries"] = rows(case.tokens, NUM_HEADS)
-        found["table"] = words(len(case.lens), max(case.request_pages))
-    if isinstance(case, Decode):
-        found["lens"] = words(len(case.lens))
-    if isinstance(case, Prefill):
-        plan = _plan(case, "mosaic")
-        found["plan"] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), plan)
-    if isinstance(case, Select):
-        shape = (case.tokens, NUM_HEADS, case.columns)
-        found["scores"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return found
-
-
-def _plan(case: Prefill, backend: str) -> Any:
-    return msa_icp_index_score_sharded_plan(
-        case.query_lens,
-        case.lens,
-        NUM_HEADS,
-        qo_offset=[n - q for n, q in zip(case.lens, case.query_lens, strict=True)],
-        backend=backend,
-    )
+            fixed["received"] = _received(case, counts, 0)
+        elif case.heads == NUM_HEADS:  # none of a peer's
+            fixed["plan"] = msa_icp_index_score_sharded_plan(
+                case.query_lens,
+                case.lens,
+                NUM_HEADS,
+                qo_offset=[n - q for n, q in zip(case.lens, case.query_lens, strict=True)],
+                backend=backend,
+            )
+        pairs = zip(queries, tables, strict=True)
+        return Inputs(fixed, [{"queries": q, "table": jnp.asarray(table)} for q, table in pairs])
 
 
 def _normal_rows(seed: int, rows: int) -> jax.Array:
@@ -155,34 +130,40 @@ def _draw(key: jax.Array, chunks: int) -> jax.Array:
     return lax.map(chunk, jax.random.split(key, chunks)).reshape(-1, HEAD_DIM)
 
 
-@functools.partial(jax.jit, static_argnames="rows")
-def _cut(pool: jax.Array, start: Any, *, rows: int) -> jax.Array:
-    """Queries [rows / 4, 4, 128] from row `start`."""
-    cut = lax.dynamic_slice(pool, (start, 0), (rows, HEAD_DIM))
-    return cut.reshape(-1, NUM_HEADS, HEAD_DIM)
+def _adversarial(keys: jax.Array, tables: list[np.ndarray], data: str) -> jax.Array:
+    """The keys with those of the tables' pages such that selection is hard.
+
+    Of "ties" every row is the same. Of "ascending" the elements of block g sum to g + 1, in halves
+    (exact in float8 up to 1,024 blocks): queries of ones score each block above all before it.
+    """
+    pages = np.stack(tables)
+    blocks = np.broadcast_to(np.arange(pages.shape[-1]), pages.shape)[pages >= 0]
+    whole, rest = np.divmod(2 * (blocks + 1)[:, None], HEAD_DIM)
+    rows = (whole + (np.arange(HEAD_DIM) < rest)) / 2
+    if data == "ties":
+        rows = np.ones_like(rows)
+    codes = np.repeat(rows[:, None].astype(keys.dtype).view(np.uint8), keys.shape[1], axis=1)
+    return keys.view(np.uint8).at[pages[pages >= 0]].set(codes).view(keys.dtype)
 
 
-def _tables(case: Decode | Prefill, sets: int, pool_pages: int) -> list[np.ndarray]:
+def _tables(case: Sharded, sets: int, pool_pages: int) -> list[np.ndarray]:
     """Block tables int32 [B, width], disjoint between requests and sets."""
-    pages = np.random.default_rng(0).permutation(pool_pages).astype(np.int32)
-    used, tables = 0, []
+    pages = iter(np.split(_permutation(pool_pages), np.cumsum(case.request_pages * sets)))
+    tables = []
     for _ in range(sets):
         table = np.full((len(case.lens), max(case.request_pages)), -1, np.int32)
-        for b, count in enumerate(case.request_pages):
-            table[b, :count] = pages[used : used + count]
-            used += count
+        for row, count in zip(table, case.request_pages, strict=True):
+            row[:count] = next(pages)
         tables.append(table)
     return tables
 
 
-def _select(case: Select, sets: int) -> Inputs:
-    shape = (case.tokens, NUM_HEADS, case.columns)
-    draw = jax.jit(lambda key: 16 * jax.random.normal(key, shape))
-    scores = [{"scores": draw(jax.random.key(i))} for i in range(sets)]
-    return Inputs({"counts": jnp.full(case.tokens, case.columns, jnp.int32)}, scores)
+@functools.cache
+def _permutation(pages: int) -> np.ndarray:
+    return np.random.default_rng(0).permutation(pages).astype(np.int32)
 
 
-def _received(case: Decode | Merge, counts: np.ndarray, seed: int) -> np.ndarray:
+def _received(case: Decode | Merge, counts: np.ndarray, seed: int) -> jax.Array:
     """Rows of every source rank, int32 [W, hpr, T, 33]: distinct random visible blocks each."""
     rng = np.random.default_rng(seed)
     shape = (case.world_size, case.heads_per_rank, case.tokens, TOPK)
@@ -193,4 +174,6 @@ def _received(case: Decode | Merge, counts: np.ndarray, seed: int) -> np.ndarray
     scores = np.where(visible, rng.normal(size=shape), -np.inf).astype(np.float32)
     ready = np.full((*shape[:-1], 1), READY, np.int32)
     words = [scores.view(np.int32), np.where(visible, ids, -1).astype(np.int32), ready]
-    return np.concatenate(words, axis=-1)
+    found = np.concatenate(words, axis=-1)
+    assert found.shape[-1] == ROW_WORDS
+    return jnp.asarray(found)

@@ -1,193 +1,106 @@
-"""Plots of a result file: times against floors, ratios with targets, baselines, and a sweep."""
+"""Plots of a result file: times over the floor with the targets, and a sweep."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from benchmarks import model, report
-from benchmarks.cases import DECODE, FULL, PREFILL, Decode, Prefill
-from benchmarks.results import Row, Unusable, load
+from benchmarks import report, results
+from benchmarks.cases import ADVERSARIAL, DECODE, PREFILL
+from benchmarks.results import Refused, Row
 
-_STAGES = ("local", "fused-local")
+_CASES = {case.name: case for case in (*DECODE, *PREFILL, *ADVERSARIAL)}
 
 
 def plot(path: Path) -> list[Path]:
-    """Writes the plots that the file's rows allow, `<name>-<plot>.png` beside it.
+    """Writes the plots that the file's rows allow, beside it.
 
     Raises:
-      ImportError: matplotlib is not installed.
-      Unusable: the file has no row that a plot shows.
+      Refused: the file has no row that a plot shows, or nothing can be written there.
     """
     import matplotlib
 
     matplotlib.use("Agg")
-    every = load(path)
-    rows = [row for row in every if row["stage"] in _STAGES and row.get("floor_us")]
+    import matplotlib.pyplot as plt
+
+    every = list(results.load(path).rows.values())
+    rows = [row for row in every if row["stage"] == "local" and row.get("floor_us")]
     swept = [row for row in rows if "bytes" in row]
-    points = [row for row in rows if any(row["case"] == c.name for c in (*DECODE, *PREFILL))]
+    points = [row for row in rows if row["case"] in _CASES]
     if not swept and not points:
         there = ", ".join(sorted({row["stage"] for row in every})) or "no row"
-        raise Unusable(
-            f"{path} has nothing to plot: plots show score and select (stages local, fused-local) "
-            f"of the cases d-* and p-*, and of sweeps; it has the stages {there}"
+        raise Refused(
+            f"{path} has nothing to plot: plots show score and select (stage local) of the cases "
+            f"d-* and p-*, and of sweeps; it has the stages {there}"
         )
-    made = []
-    if points:
-        made.append(_times(points, path.with_name(f"{path.stem}-time.png")))
-        made.append(_ratios(points, path.with_name(f"{path.stem}-ratio.png")))
-    if compared := _compared(points):
-        made.append(_baselines(compared, path.with_name(f"{path.stem}-baselines.png")))
+    figures = {path.with_name(f"{path.stem}-ratio.png"): _ratios(plt, points)} if points else {}
     if swept:
-        made.append(_sweep(swept, path.with_name(f"{path.stem}.png")))
-    return made
+        figures[path.with_name(f"{path.stem}.png")] = _sweep(plt, swept)
+    try:
+        for made, figure in figures.items():
+            figure.suptitle(report.origin({results.key_of(r): r for r in rows}), fontsize=7)
+            figure.savefig(made, dpi=120)
+    except OSError as error:
+        raise Refused(f"{error.filename} cannot be written: {error.strerror}") from None
+    finally:
+        plt.close("all")
+    return list(figures)
 
 
-def _compared(rows: list[Row]) -> dict[str, dict[str, float]]:
-    """By baseline and case: its time over that of the kernels, in their usual precision."""
-    usual = {case.name: case.precision for case in (*DECODE, *PREFILL)}
-    ours: dict[str, float] = {}
-    for row in rows:
-        made = row["backend"], row["stage"], row["precision"]
-        if made == ("mosaic", "local", usual[row["case"]]):
-            ours[row["case"]] = row["median_us"]
-    found: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if row["backend"] != "mosaic" and row["stage"] == "local" and row["case"] in ours:
-            ratio = row["median_us"] / ours[row["case"]]
-            found.setdefault(row["backend"], {})[row["case"]] = ratio
-    return found
-
-
-def _baselines(ratios: dict[str, dict[str, float]], path: Path) -> Path:
-    import matplotlib.pyplot as plt
-
-    measured = {case for by_case in ratios.values() for case in by_case}
-    cases = [c.name for c in (*DECODE, *PREFILL) if c.name in measured]
-    height = 0.8 / len(ratios)
-    figure, ax = plt.subplots(figsize=(8, 1 + 0.5 * len(cases)), constrained_layout=True)
-    for i, (backend, by_case) in enumerate(ratios.items()):
-        there = [(at, by_case[name]) for at, name in enumerate(cases) if name in by_case]
-        bars = ax.barh(
-            [at + i * height for at, _ in there], [r for _, r in there], height, label=backend
-        )
-        ax.bar_label(bars, [f"{ratio:.1f}" for _, ratio in there], padding=3, fontsize=7)
-    ax.axvline(1, color="k", linestyle="--", label="the kernels")
-    ax.set_yticks([at + 0.4 - height / 2 for at in range(len(cases))], cases)
-    largest = max(ratio for by_case in ratios.values() for ratio in by_case.values())
-    ax.set(xscale="log", xlabel="score and select: time over that of the kernels")
-    ax.set_xlim(right=2 * largest)  # room for the numbers
+def _ratios(plt: Any, rows: list[Row]) -> Any:
+    """Bars of each backend's time over the floor; the kernels' in their usual precision."""
+    rows = [
+        r for r in rows if r["precision"] == _CASES[r["case"]].precision or r["backend"] != "mosaic"
+    ]
+    names = [name for name in _CASES if any(row["case"] == name for row in rows)]
+    backends = [x for x in report.BACKENDS if any(row["backend"] == x for row in rows)]
+    height = 0.8 / len(backends)
+    figure, ax = plt.subplots(figsize=(9, 1.5 + 0.6 * len(names)), constrained_layout=True)
+    for i, backend in enumerate(backends):
+        mine = {r["case"]: r["median_us"] / r["floor_us"] for r in rows if r["backend"] == backend}
+        at = [names.index(name) + i * height for name in mine]
+        bars = ax.barh(at, list(mine.values()), height, label=report.BACKENDS[backend])
+        ax.bar_label(bars, [f"{x:.2f}" for x in mine.values()], padding=3, fontsize=7)
+    targets = {at: _CASES[x].target for at, x in enumerate(names) if _CASES[x].target}
+    ax.plot(list(targets.values()), list(targets), "k|", markersize=14, label="target, at most")
+    ax.axvline(1, color="k", linestyle="--", label="floor")
+    ax.set_yticks([at + 0.4 - height / 2 for at in range(len(names))], names)
+    ax.set(xscale="log", xlabel="score and select: time over the floor")
     ax.invert_yaxis()
     ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
+    return figure
 
 
-def _sweep(rows: list[Row], path: Path) -> Path:
+def _sweep(plt: Any, rows: list[Row]) -> Any:
     """Time against context and against batch, a column a world size, floor and model drawn in."""
-    import matplotlib.pyplot as plt
-
     sizes = sorted({row["world_size"] for row in rows})
-    fitted = {fit.group: fit for fit in model.fits(rows)}
-    figure, axes = plt.subplots(
-        2, len(sizes), figsize=(6.5 * len(sizes), 9), squeeze=False, constrained_layout=True
-    )
-    for column, world_size in enumerate(sizes):
-        mine = [row for row in rows if row["world_size"] == world_size]
-        fit = fitted.get(f"{mine[0]['backend']} W {world_size}")
-        for line, (x, by) in enumerate((("context", "batch"), ("batch", "context"))):
-            ax = axes[line][column]
-            _sweep_panel(ax, mine, x, by, fit)
-            ax.set(title=f"W {world_size}", xlabel=x, ylabel="microseconds")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
+    fits = {fit.group: fit for fit in results.fits(rows)}
+    shape = {"figsize": (6.5 * len(sizes), 9), "squeeze": False, "constrained_layout": True}
+    figure, axes = plt.subplots(2, len(sizes), **shape)
+    for column, size in zip(axes.T, sizes, strict=True):
+        mine = [row for row in rows if row["world_size"] == size]
+        fit = fits.get(f"{mine[0]['backend']} W {size}")
+        for ax, x, by in ((column[0], "context", "batch"), (column[1], "batch", "context")):
+            _panel(ax, mine, x, by, fit)
+            ax.set(title=f"W {size}", xlabel=x, ylabel="microseconds", yscale="log")
+            ax.grid(visible=True, which="both", alpha=0.25)
+            ax.legend(fontsize=7, title=by)
+    return figure
 
 
-def _sweep_panel(ax: Any, rows: list[Row], x: str, by: str, fit: model.Fit | None) -> None:
+def _panel(ax: Any, rows: list[Row], x: str, by: str, fit: results.Fit | None) -> None:
+    words = {"context": report.short, "batch": str}
     for i, value in enumerate(sorted({row[by] for row in rows})):
         line = sorted((r for r in rows if r[by] == value), key=lambda r: r[x])
         at, color = [r[x] for r in line], f"C{i % 10}"
-        name = report.short(value) if by == "context" else str(value)
-        ax.plot(at, [r["median_us"] for r in line], "o-", color=color, label=name, markersize=3)
+        us = [r["median_us"] for r in line]
+        ax.plot(at, us, "o-", color=color, label=words[by](value), markersize=3)
         ax.plot(at, [r["floor_us"] for r in line], "--", color=color, linewidth=0.8)
         if fit:
             ax.plot(at, [fit.us(r["bytes"]) for r in line], ":", color=color, linewidth=1.2)
     ax.plot([], [], "k--", linewidth=0.8, label="floor")
     if fit:
         ax.plot([], [], "k:", label=f"{fit.fixed_us:.3g} us + bytes / {fit.rate_tbps:.3g} TB/s")
-    ax.set_xscale("log", base=2)
     ticks = sorted({row[x] for row in rows})
-    ax.set_xticks(ticks, [report.short(n) if x == "context" else str(n) for n in ticks])
-    ax.set_yscale("log")
-    ax.grid(visible=True, which="both", alpha=0.25)
-    ax.legend(fontsize=7, title=by)
-
-
-def _series(row: Row) -> str:
-    return f"{row['backend']} {row['stage']} ({row['precision']})"
-
-
-def _work(row: Row) -> float:
-    """What the case must move (decode, MB) or compute (prefill, GFLOP)."""
-    case = next(c for c in FULL if c.name == row["case"])
-    assert isinstance(case, Decode | Prefill)
-    return case.key_bytes / 1e6 if isinstance(case, Decode) else case.key_flops / 1e9
-
-
-def _times(rows: list[Row], path: Path) -> Path:
-    import matplotlib.pyplot as plt
-
-    kinds = (("Decode", "keys read, MB", DECODE), ("Prefill", "work, GFLOP", PREFILL))
-    figure, axes = plt.subplots(1, 2, figsize=(12, 5), constrained_layout=True)
-    for ax, (title, unit, cases) in zip(axes, kinds, strict=True):
-        names = {case.name for case in cases}
-        _time_panel(ax, [row for row in rows if row["case"] in names])
-        ax.set(title=f"{title}: score and select", xlabel=unit, ylabel="microseconds")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
-
-
-def _time_panel(ax: Any, rows: list[Row]) -> None:
-    if not rows:
-        return
-    for name in dict.fromkeys(map(_series, rows)):
-        points = sorted((_work(r), r["median_us"]) for r in rows if _series(r) == name)
-        ax.plot(*zip(*points, strict=True), "o", label=name, markersize=4)
-    floor = sorted((_work(r), r["floor_us"]) for r in rows)
-    ax.plot(*zip(*floor, strict=True), "k--", label="floor")
-    ax.set(xscale="log", yscale="log")
-    ax.grid(visible=True, which="both", alpha=0.25)
-    ax.legend(fontsize=8)
-
-
-def _ratios(rows: list[Row], path: Path) -> Path:
-    import matplotlib.pyplot as plt
-
-    rows = [row for row in rows if row["backend"] == "mosaic"] or rows
-    best: dict[str, Row] = {}
-    for row in rows:
-        if row["case"] not in best or row["median_us"] < best[row["case"]]["median_us"]:
-            best[row["case"]] = row
-    cases = [c for c in (*DECODE, *PREFILL) if c.name in best]
-    figure, ax = plt.subplots(figsize=(8, 1 + 0.35 * len(cases)), constrained_layout=True)
-    ratios = [best[c.name]["median_us"] / best[c.name]["floor_us"] for c in cases]
-    ax.barh(range(len(cases)), ratios, color="tab:blue")
-    labels = [
-        f"{ratio:.2f} ({_series(best[c.name])})" for ratio, c in zip(ratios, cases, strict=True)
-    ]
-    for at, (ratio, case, label) in enumerate(zip(ratios, cases, labels, strict=True)):
-        ax.text(max(ratio, case.target) + 0.05, at, label, va="center", fontsize=7)
-    ax.plot(
-        [c.target for c in cases], range(len(cases)), "k|", markersize=14, label="target, at most"
-    )
-    ax.axvline(1, color="k", linestyle="--", label="floor")
-    ax.set_yticks(range(len(cases)), [c.name for c in cases])
-    ax.set(xlabel="time over floor", xlim=(0, 1.5 * max(ratios)))
-    ax.invert_yaxis()
-    ax.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ticks, [words[x](n) for n in ticks])

@@ -1,9 +1,9 @@
 """Result files: rows of figures, merged by what they measure.
 
-A file is `{"schema": 1, "rows": [...]}`. A row's key is (case, stage, backend, precision): a new
-run replaces the rows that it measured again and leaves the others. Beside the rows, "absent" says
-of a backend or stage without rows why it was not measured, and "fits" how the times of a sweep grow
-(model.py).
+A file is `{"schema": 1, "rows": [...]}`. A row's key is case, stage, backend, precision and, where
+it has one, transport: a new run replaces the rows that it measured again and leaves the others.
+Beside the rows, "absent" says of a backend or stage without rows why it was not measured, and
+"fits" how the times of a sweep grow.
 """
 
 from __future__ import annotations
@@ -12,49 +12,43 @@ import dataclasses
 import datetime
 import functools
 import json
+import math
 import os
 import subprocess
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
+import numpy as np
 
-from benchmarks import model
-from benchmarks.options import Refused
-
-if TYPE_CHECKING:
-    from benchmarks.roofline import Ceilings
-    from benchmarks.timing import Times
+from benchmarks.cases import Ceilings
+from benchmarks.timing import Times
 
 SCHEMA = 1
 SWEEP_SUFFIX = "-sweep"  # of the name of a sweep's file
 KEY = ("case", "stage", "backend", "precision")
-LIKE = ("device", "timing")  # what two rows must have in common besides for their times to compare
 FIELDS = (
     *KEY,
-    "median_us",
-    "floor_us",
-    "spread_us",
-    "checked",
-    "device",
-    "driver",
-    "jax",
-    "torch",
-    "commit",
-    "date",
-    "read_tbps",
-    "fp8_tflops",
-    "timing",
+    *("median_us", "floor_us", "spread_us", "checked", "device", "driver", "jax", "torch"),
+    *("commit", "date", "read_tbps", "fp8_tflops", "timing"),
 )
-_NEEDED = (*KEY, "median_us", "spread_us")  # of any row, by what reads the file
+LIKE = ("device", "timing")  # what two rows must have in common besides for their times to compare
+NOISE = 0.03  # by which cards and runs differ beyond the spread of one
+LEAST_POINTS = 3  # of a fit: two lie on any such line
+_TEXTS = ("device", "driver", "jax", "torch", "commit", "date", "timing", "transport")
+_UNITS = ("_us", "_tbps", "_tflops", "_bytes")  # how the names of figures end
+_SIZES = ("bytes", "context", "batch", "world_size")  # a sweep's rows have all four
+_LARGEST = 1e15  # no figure is larger
 
 Row = dict[str, Any]
 
 
-class Unusable(Refused):
-    """A file that is no result file, or that cannot be one."""
+class Refused(ValueError):
+    """What was asked for cannot be done; the message is a line for the user."""
+
+
+# ---- rows ----
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,30 +67,28 @@ class Setting:
     ceilings: Ceilings
     commit: str | None = None
 
-
-def row(
-    key: Iterable[str], times: Times, floor_us: float | None, setting: Setting, **more: Any
-) -> Row:
-    """The row of a figure, `FIELDS` and `more`; of what was checked, for the rest has no row."""
-    ceilings = setting.ceilings
-    return {
-        **dict(zip(KEY, key, strict=True)),
-        "median_us": round(times.median, 3),
-        "floor_us": None if floor_us is None else round(floor_us, 4),
-        "spread_us": [round(x, 3) for x in times.spread],
-        "checked": True,
-        "device": setting.device,
-        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "jax": jax.__version__,
-        "torch": setting.torch,
-        "commit": setting.commit
-        or _first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "read_tbps": round(ceilings.read_tbps, 4),
-        "fp8_tflops": ceilings.fp8_tflops and round(ceilings.fp8_tflops, 1),
-        "timing": times.method,
-        **more,
-    }
+    def row(self, key: Iterable[str], times: Times, floor_us: float | None, **more: Any) -> Row:
+        """The row of a figure, `FIELDS` and `more`; of what was checked, the rest has no row."""
+        query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        head = ("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
+        fp8 = self.ceilings.fp8_tflops
+        return {
+            **dict(zip(KEY, key, strict=True)),
+            "median_us": round(times.median, 3),
+            "floor_us": None if floor_us is None else round(floor_us, 4),
+            "spread_us": [round(x, 3) for x in times.spread],
+            "checked": True,
+            "device": self.device,
+            "driver": _first_line(*query),
+            "jax": jax.__version__,
+            "torch": self.torch,
+            "commit": self.commit or _first_line(*head),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "read_tbps": round(self.ceilings.read_tbps, 4),
+            "fp8_tflops": fp8 and round(fp8, 1),
+            "timing": times.method,
+            **more,
+        }
 
 
 @functools.cache
@@ -110,11 +102,54 @@ def _first_line(*command: str) -> str | None:
 
 
 def key_of(row: Row) -> tuple[str, ...]:
-    return tuple(row[name] for name in KEY)
+    """The row's key: four names, or five."""
+    transport = row.get("transport")
+    return (*(row[name] for name in KEY), *([transport] if transport else []))
 
 
-def label(key: Iterable[str]) -> str:
-    return " ".join(key)
+def label(row: Row) -> str:
+    return " ".join(key_of(row))
+
+
+def _fault(row: Any) -> str | None:
+    """What is wrong with a row, or None."""
+    if not isinstance(row, dict):
+        return f"it is {type(row).__name__}, not an object"
+    nested = [name for name, x in row.items() if isinstance(x, dict | list) and name != "spread_us"]
+    if nested:
+        return f"{nested[0]} is nested"
+    for name in KEY:
+        if not isinstance(row.get(name), str) or not row[name]:
+            return f"{name} is {row.get(name)!r}, not a name"
+    spread = row.get("spread_us")
+    if not isinstance(spread, list) or len(spread) != 2:
+        return f"spread_us is {spread!r}, not [smallest, largest]"
+    figures = {name: x for name, x in row.items() if name.endswith(_UNITS) and x is not None}
+    figures |= {"median_us": row.get("median_us"), "spread_us": spread[0], "its end": spread[1]}
+    figures |= {name: row.get(name) for name in _SIZES if "bytes" in row}
+    for name, x in figures.items():
+        least = -_LARGEST if name == "added_us" else 0  # it may be less than the noise
+        if not isinstance(x, int | float) or isinstance(x, bool) or not least <= x < _LARGEST:
+            return f"{name} is {x!r}, no figure"
+        if name in _SIZES and not isinstance(x, int):
+            return f"{name} is {x!r}, no whole number"
+    if not row["median_us"] > 0 or not spread[0] <= row["median_us"] <= spread[1]:
+        return f"median_us {row['median_us']} is 0 or outside spread_us {spread}"
+    for name in _TEXTS:
+        if not isinstance(row.get(name), str | None):
+            return f"{name} is {row[name]!r}, not a text"
+    return None
+
+
+# ---- files ----
+
+
+@dataclasses.dataclass
+class File:
+    """What a result file holds: rows by key, and why backends or stages have none."""
+
+    rows: dict[tuple[str, ...], Row] = dataclasses.field(default_factory=dict)
+    absent: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def beside(path: Path, suffix: str) -> Path:
@@ -122,133 +157,165 @@ def beside(path: Path, suffix: str) -> Path:
     return path.with_name(f"{path.stem}{suffix}{path.suffix}")
 
 
-def load(path: Path) -> list[Row]:
-    """The rows of a file.
+def load(path: Path) -> File:
+    """A file's content.
 
     Raises:
-      Unusable: the file is no result file of this schema.
+      Refused: the file is no result file of this schema.
     """
-    return _content(path)["rows"]
-
-
-def absent(path: Path) -> dict[str, str]:
-    """What the file says is absent, and why."""
-    return _content(path).get("absent", {})
-
-
-def _content(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except OSError as error:
-        raise Unusable(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # no text, or no JSON
-        raise Unusable(f"{path} is no result file: it is not JSON ({error})") from None
+        raise Refused(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # no text, no JSON, or nested without end
+        raise Refused(f"{path} is no result file: {error}"[:300]) from None
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-        raise Unusable(f"{path} is no result file of schema {SCHEMA}")
-    rows = found.get("rows")
-    if not isinstance(rows, list) or not all(map(_is_row, rows)):
-        needed = ", ".join(_NEEDED)
-        raise Unusable(f"{path} is no result file: it has no list of rows, each with {needed}")
+        raise Refused(f"{path} is no result file of schema {SCHEMA}")
+    rows, absent = found.get("rows"), found.get("absent", {})
+    if not isinstance(rows, list) or not isinstance(absent, dict):
+        raise Refused(f"{path} is no result file: it has no list of rows")
+    if not all(isinstance(reason, str) for reason in absent.values()):
+        raise Refused(f"{path} is no result file: absent has a reason that is no text")
+    return File(_by_key(rows, path), absent)
+
+
+def _by_key(rows: Iterable[Any], where: object) -> dict[tuple[str, ...], Row]:
+    found: dict[tuple[str, ...], Row] = {}
+    for number, row in enumerate(rows):
+        fault = _fault(row)
+        if fault is None and key_of(row) in found:
+            fault = f"{label(row)} comes twice"
+        if fault:
+            raise Refused(f"{where}: row {number} is ill-formed: {fault}"[:300])
+        found[key_of(row)] = row
     return found
 
 
-def _is_row(row: Any) -> bool:
-    return isinstance(row, dict) and all(name in row for name in _NEEDED)
-
-
 def prepare(path: Path) -> None:
-    """Makes the folder of a result file that is to be written, before anything is measured.
+    """Sees to it that a result file can be written, before anything is measured.
 
     Raises:
-      Unusable: it cannot be written, or something else stands there.
+      Refused: it cannot, or something else stands there.
     """
-    if path.is_dir():
-        raise Unusable(f"{path} is a folder, not a result file")
-    if path.exists():
-        _content(path)
     try:
+        if path.exists() and not path.is_file():
+            raise Refused(f"{path} is a folder or a device, not a result file")
+        if path.exists():
+            load(path)
         path.parent.mkdir(parents=True, exist_ok=True)
+        _part(path).touch()
+        _part(path).unlink()
     except OSError as error:
-        raise Unusable(f"{path.parent} cannot be made a folder: {error.strerror}") from None
-    if not os.access(path.parent, os.W_OK):
-        raise Unusable(f"{path.parent} cannot be written to")
+        raise Refused(f"{path} cannot be written: {error.strerror}") from None
 
 
-def merged(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
-    """`old` with the rows that `new` has again replaced in place, the rest of `new` behind."""
-    fresh = {key_of(row): row for row in new}
-    kept = [fresh.pop(key_of(row), row) for row in old]
-    return [*kept, *fresh.values()]
+def save(path: Path, new: Iterable[Row], absent: dict[str, str] | None = None) -> None:
+    """Merges rows, and what is `absent`, into a file, whole or not at all.
 
-
-def save(path: Path, new: Iterable[Row], missing: dict[str, str] | None = None) -> None:
-    """Merges rows, and what is `missing`, into a file, whole or not at all."""
-    old = _content(path) if path.exists() else {"rows": []}
-    rows = merged(old["rows"], new)
-    there = {row[field] for row in rows for field in ("backend", "stage")}
-    said = old.get("absent", {}) | (missing or {})
-    said = {name: reason for name, reason in said.items() if name not in there}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    Raises:
+      Refused: the file or a row is ill-formed; nothing is written.
+    """
+    there = load(path) if path.exists() else File()
+    rows = list((there.rows | _by_key(new, "new rows")).values())
+    measured = {row[field] for row in rows for field in ("backend", "stage")}
+    said = {k: v for k, v in (there.absent | (absent or {})).items() if k not in measured}
     head = f'"schema": {SCHEMA}, "absent": {json.dumps(said)}'
-    if fits := [dataclasses.asdict(fit) for fit in model.fits(rows)]:
-        head += f', "fits": {json.dumps(fits)}'
-    part = path.with_name(path.name + ".part")
-    part.write_text(f'{{{head}, "rows": [\n{lines}\n]}}\n')
-    os.replace(part, path)
+    if found := [dataclasses.asdict(fit) for fit in fits(rows)]:
+        head += f', "fits": {json.dumps(found)}'
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _part(path).write_text(f'{{{head}, "rows": [\n{lines}\n]}}\n')
+    os.replace(_part(path), path)
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
+
+
+# ---- two files ----
+
+
+def compare(before: File, after: File) -> dict[str, list[tuple[Row, Row]]]:
+    """Figures that both files have, by what became of them.
+
+    "slower" and "faster" are those whose spreads do not touch and whose medians differ by more
+    than `NOISE`; "same" are the others. What is not timed alike stands under the difference.
+    """
+    found: dict[str, list[tuple[Row, Row]]] = {"slower": [], "faster": [], "same": []}
+    for key in (key for key in before.rows if key in after.rows):
+        old, new = before.rows[key], after.rows[key]
+        unlike = [f"{x} {old.get(x)} and {new.get(x)}" for x in LIKE if old.get(x) != new.get(x)]
+        found.setdefault(", ".join(unlike) or _moved(old, new), []).append((old, new))
+    return found
+
+
+def _moved(old: Row, new: Row) -> str:
+    (low, high), (new_low, new_high) = old["spread_us"], new["spread_us"]
+    ratio = new["median_us"] / old["median_us"]
+    if new_low > high and ratio > 1 + NOISE:
+        return "slower"
+    return "faster" if new_high < low and ratio < 1 - NOISE else "same"
+
+
+# ---- how a sweep's times grow ----
 
 
 @dataclasses.dataclass(frozen=True)
-class Move:
-    """A figure that two runs have in common."""
+class Fit:
+    """The model `time = fixed + bytes / rate` of one group of rows.
 
-    key: tuple[str, ...]
-    before_us: float
-    after_us: float
-    verdict: str  # "slower" or "faster" beyond both spreads, else "same"
+    Attributes:
+      group: which rows: "mosaic W 4", "mosaic" for both world sizes.
+      points: how many there are.
+      fixed_us: what a step costs however little it reads, in microseconds.
+      rate_tbps: at which it reads, in TB/s.
+      worst: the largest relative misfit, of either sign: (model - measured) / measured.
+      worst_case: the row that has it.
+    """
+
+    group: str
+    points: int
+    fixed_us: float
+    rate_tbps: float
+    worst: float
+    worst_case: str
+
+    def us(self, size: float) -> float:
+        """The model's time for `size` bytes."""
+        return self.fixed_us + size / self.rate_tbps / 1e6
 
     @property
-    def ratio(self) -> float:
-        return self.after_us / self.before_us
+    def misfit(self) -> str:
+        """The largest misfit in words."""
+        side = "below" if self.worst < 0 else "above"
+        return f"{abs(100 * self.worst):.0f} % {side} what was measured at {self.worst_case}"
 
 
-def compare(before: Iterable[Row], after: Iterable[Row]) -> list[Move]:
-    """Every comparable figure that both runs have; it moved when the spreads do not touch."""
-    return [
-        Move(key_of(new), old["median_us"], new["median_us"], _verdict(old, new))
-        for old, new in _in_both(before, after)
-        if not _unlike(old, new)
-    ]
+def fits(rows: Iterable[Row]) -> list[Fit]:
+    """A fit of each backend's rows of a sweep, by world size and of all of them."""
+    swept = [row for row in rows if "bytes" in row]
+    found = []
+    for backend in dict.fromkeys(row["backend"] for row in swept):
+        mine = [row for row in swept if row["backend"] == backend]
+        sizes = sorted({row["world_size"] for row in mine})
+        groups = {f"{backend} W {w}": [r for r in mine if r["world_size"] == w] for w in sizes}
+        if len(sizes) > 1:
+            groups[backend] = mine
+        found += [_fit(name, group) for name, group in groups.items() if _enough(group)]
+    return found
 
 
-def incomparable(before: Iterable[Row], after: Iterable[Row]) -> Counter[str]:
-    """Why figures that both runs have are not comparable, and how many there are of each kind."""
-    found = (_unlike(old, new) for old, new in _in_both(before, after))
-    return Counter(reason for reason in found if reason)
+def _enough(rows: Sequence[Row]) -> bool:
+    return len(rows) >= LEAST_POINTS and len({row["bytes"] for row in rows}) > 1
 
 
-def only_in(rows: Iterable[Row], others: Iterable[Row]) -> list[tuple[str, ...]]:
-    """Keys of the rows that the others have not."""
-    there = {key_of(row) for row in others}
-    return [key for row in rows if (key := key_of(row)) not in there]
-
-
-def _in_both(before: Iterable[Row], after: Iterable[Row]) -> list[tuple[Row, Row]]:
-    earlier = {key_of(row): row for row in before}
-    return [(earlier[key_of(row)], row) for row in after if key_of(row) in earlier]
-
-
-def _unlike(before: Row, after: Row) -> str:
-    """In what two rows differ that should be alike; empty if in nothing."""
-    return ", ".join(
-        f"{name} {before.get(name)} and {after.get(name)}"
-        for name in LIKE
-        if before.get(name) != after.get(name)
-    )
-
-
-def _verdict(before: Row, after: Row) -> str:
-    (low, high), (new_low, new_high) = before["spread_us"], after["spread_us"]
-    if new_low > high:
-        return "slower"
-    return "faster" if new_high < low else "same"
+def _fit(group: str, rows: Sequence[Row]) -> Fit:
+    """Least squares of the misfits relative to the measured times: small points count as well."""
+    size = np.array([row["bytes"] for row in rows], float)
+    time = np.array([row["median_us"] for row in rows])
+    per_byte, fixed = np.polyfit(size, time, 1, w=1 / time)
+    misfit = (fixed + per_byte * size) / time - 1
+    at = int(np.abs(misfit).argmax())
+    rate = 1e-6 / per_byte if per_byte else math.inf
+    numbers = (round(float(fixed), 3), round(float(rate), 6), round(float(misfit[at]), 4))
+    return Fit(group, len(rows), *numbers, rows[at]["case"])

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import fnmatch
-import os
-import threading
+import functools
+import math
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from benchmarks import check, report, results, roofline
-from benchmarks.ahead import LEAST_TASKS, Ahead, prepare
-from benchmarks.baselines import TORCH, TORCH_COMPILE, Baseline, TorchRun
-from benchmarks.cases import FULL, QUICK, Case, Decode, Merge, Prefill, Select
-from benchmarks.graph import GraphRun, Lowered, Unlaunchable
+from benchmarks.baselines import TORCH, Baseline, TorchRun
+from benchmarks.cases import FULL, QUICK, Case, Decode, Prefill, Sharded, decode
 from benchmarks.inputs import GPU_STREAM_BYTES, Inputs, Pool
-from benchmarks.options import Refused
-from benchmarks.peers import PEERS, Absent, find, unsharded
+from benchmarks.peers import PEERS, find
+from benchmarks.results import Refused
 from benchmarks.stages import build, written_like
-from benchmarks.timing import JitRun, Times
+from benchmarks.timing import GraphRun, JitRun, Lowering, Task, Times
 from msa_icp_jax.backend import resolve_backend
 
-_RUNS = {"graph": 15, "jit": 7, "baseline": 15}
+# Stages that time themselves: name, and what checks the case, times it (on its inputs, over that
+# transport) and returns the times.
+OWN_WAY: dict[str, Callable[[Case, Inputs, str], Times]] = {}
+
+_RUNS = {"graph": 15, "jit": 7}
 # Microseconds that a program should last, and a guess of a stage's time over its floor.
 _PROGRAM_US = {"graph": 2_000.0, "jit": 10_000.0}
 _OVER_FLOOR = {"mosaic": 1.2, "xla": 12.0}
@@ -34,47 +37,20 @@ _LAUNCH_US = 2.0
 # Links of a jitted program's loop: as many as XLA launches as one graph; few of XLA's own, each of
 # which is a loop of many operations and takes long to compile.
 _LOOP_LINKS = {"mosaic": 16, "xla": 1}
-# Of the budget: what one more item may take.
-_RESERVE_SECONDS = {"mosaic": 3, "torch": 3, "xla": 12, "torch_compile": 20}
+_RESERVE_SECONDS = {"xla": 12, "torch_compile": 20}  # of the budget, for one more item
 _RESERVE_OTHERS_SECONDS = 3
-_GRACE_SECONDS = 5  # past the budget: a hung item is given up, what was measured is saved
+_GRACE_SECONDS = 30  # past the budget: a hung item is given up, what was measured is saved
+_LEAST_TASKS = 4  # to lower ahead; fewer are done sooner as the run comes to them
 
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What to run.
-
-    Attributes:
-      quick: the small cases.
-      cases: pattern of case names.
-      stages, backends: names to keep; empty: all.
-      timing: "auto" (a CUDA graph where there can be one), "graph" or "jit".
-      out: the result file, or None for one of this device that git ignores.
-      budget_seconds: time for everything, or None.
-      commit: what is measured, or None to ask git.
-      start: from when the budget counts.
-    """
-
-    quick: bool = False
-    cases: str = "*"
-    stages: tuple[str, ...] = ()
-    backends: tuple[str, ...] = ()
-    timing: str = "auto"
-    out: Path | None = None
-    budget_seconds: float | None = None
-    commit: str | None = None
-    start: float = dataclasses.field(default_factory=time.monotonic)
+# The sweep: on a GPU about a minute, mostly compiling; on a CPU few and small.
+CONTEXTS = {"gpu": tuple(1 << i for i in range(12, 21, 2)), "cpu": (1 << 12, 1 << 14, 1 << 16)}
+BATCHES = {"gpu": (1, 4, 16, 64, 256), "cpu": (1, 4)}
+MOST_KEY_ROWS = 1 << 23  # of a point's shard, 1 GiB
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One figure to take.
-
-    Attributes:
-      case, stage, backend, precision: what it measures.
-      extra: more fields of the row.
-      beside: what is appended to the name of the file that it is saved in.
-    """
+    """One figure to take: what it measures, more fields of the row, a suffix of its file."""
 
     case: Case
     stage: str
@@ -89,57 +65,7 @@ class Item:
 
     @property
     def label(self) -> str:
-        return results.label(self.key)
-
-
-class NothingToRun(Refused):
-    """Nothing of what was asked for can be measured."""
-
-
-def items(options: Options, machine: Machine) -> list[Item]:
-    """What `options` ask for, the most wanted first: time may run out.
-
-    Raises:
-      NothingToRun: no case has such a name.
-    """
-    cases = QUICK if options.quick or not machine.gpu else FULL
-    chosen = [case for case in cases if fnmatch.fnmatch(case.name, options.cases)]
-    if not chosen:
-        there = ", ".join(case.name for case in cases)
-        raise NothingToRun(f"no case here has a name like {options.cases!r}; there are {there}")
-    return [
-        item
-        for item in _all_items(chosen, machine)
-        if (not options.stages or item.stage in options.stages)
-        and (not options.backends or item.backend in options.backends)
-    ]
-
-
-def _all_items(cases: list[Case], machine: Machine) -> Iterator[Item]:
-    decode = [c for c in cases if isinstance(c, Decode)]
-    alone = [c for c in cases if isinstance(c, Select | Merge)]
-    prefill = [c for c in cases if isinstance(c, Prefill)]
-    if machine.mosaic:
-        for case in (*decode, *alone):
-            yield from (Item(case, stage, "mosaic", "exact") for stage in case.stages)
-        for case in prefill:
-            yield from (Item(case, stage, "mosaic", "fast") for stage in case.stages)
-        yield from (Item(case, "local", "mosaic", "exact") for case in prefill)
-    if not machine.gpu:
-        for case in cases:
-            yield from (Item(case, stage, "xla", "exact") for stage in case.stages)
-    there = machine.baselines
-    if TORCH.name in there:
-        yield from (Item(case, "local", TORCH.name, "fast") for case in (*decode, *prefill))
-    for name in (name for name in PEERS if name in there):
-        yield from (Item(case, "local", name, "fast") for case in decode)
-    for case in decode:  # both compile for long: if time runs out, the first cases have both
-        if machine.gpu:
-            yield Item(case, "local", "xla", "exact")
-        if TORCH_COMPILE.name in there:
-            yield Item(case, "local", TORCH_COMPILE.name, "fast")
-    if machine.gpu:
-        yield from (Item(case, "local", "xla", "exact") for case in prefill)
+        return " ".join((*self.key, self.extra.get("transport", ""))).rstrip()
 
 
 class Machine:
@@ -163,7 +89,17 @@ class Machine:
         self.absent: dict[str, str] = {}
         if not self.mosaic:
             self.absent["mosaic"] = "it takes a GPU of compute capability 9.0 (Hopper)"
-        self._look_for_baselines()
+        for name in (*TORCH, *PEERS):
+            found = self.without_torch or self._find(name)
+            if isinstance(found, Baseline):
+                self.baselines[name] = found
+            else:
+                self.absent[name] = found
+
+    def _find(self, name: str) -> Baseline | str:
+        if not self.gpu and name != "torch":
+            return "measured on GPUs only"
+        return TORCH.get(name) or find(name)
 
     @property
     def without_torch(self) -> str | None:
@@ -172,284 +108,11 @@ class Machine:
             return "torch is not installed"
         return "torch sees no GPU" if self.gpu and self.torch is None else None
 
-    def _look_for_baselines(self) -> None:
-        if self.without_torch:
-            there = (TORCH.name, TORCH_COMPILE.name, *PEERS)
-            self.absent |= dict.fromkeys(there, self.without_torch)
-            return
-        self.baselines[TORCH.name] = TORCH
-        if not self.gpu:
-            reason = "measured on GPUs only"
-            self.absent |= dict.fromkeys((TORCH_COMPILE.name, *PEERS), reason)
-            return
-        self.baselines[TORCH_COMPILE.name] = TORCH_COMPILE
-        for name in PEERS:
-            match find(name):
-                case Absent(name, reason):
-                    self.absent[name] = reason
-                case peer:
-                    self.baselines[name] = peer
-
     @property
     def default_out(self) -> Path:
         """A file that git ignores: the committed ones are written where they are named alone."""
         name = self.device.lower().removeprefix("nvidia ").replace(" ", "-")
         return Path(__file__).parent / "results" / "local" / f"{name}.json"
-
-
-class Runner:
-    """One run over items."""
-
-    def __init__(self, options: Options, machine: Machine, wanted: Sequence[Item]) -> None:
-        self.options = options
-        self.machine = machine
-        self.wanted = wanted
-        self.out = options.out or machine.default_out
-        self.rows: list[results.Row] = []
-        self.failed: list[str] = []
-        self.left_out: list[str] = []
-        self._inputs: tuple[tuple[str, str], Inputs] | None = None
-        self._lowered: tuple[tuple[str, str], dict[str, Lowered]] | None = None
-        self._ahead = Ahead({})
-
-    def run(self) -> int:
-        """Runs everything; 0, 1 when an item failed, 2 when nothing was measured.
-
-        Raises:
-          NothingToRun: a CUDA graph was asked for where there can be none.
-          Unusable: what is measured could not be saved.
-        """
-        wanted = self.wanted
-        for path in {self.out, *(results.beside(self.out, item.beside) for item in wanted)}:
-            results.prepare(path)
-        if self.options.timing == "graph" and not self._graphs():
-            raise NothingToRun("a CUDA graph takes a Hopper GPU that torch sees too")
-        if not wanted:
-            if self.options.backends:
-                results.save(self.out, [], self._absent())
-            print(
-                "no case has a stage that was asked for on a backend that was asked for and is here"
-            )
-            self._summary()
-            return 2
-        self._guard()
-        for line in self._notes():
-            self._say(f"NOTE: {line}")
-        self.ceilings = roofline.measure(self.machine.torch)
-        self._say(f"{self.machine.device}: {self._ceilings_text()}")
-        cases = list({item.case.name: item.case for item in wanted}.values())
-        cases += [unsharded(case) for case in cases if isinstance(case, Decode)]
-        self.pool = Pool(cases, GPU_STREAM_BYTES if self.machine.gpu else 0)
-        self._prepare_kernels()
-        for number, item in enumerate(wanted, 1):
-            if self._spent(item):
-                self.left_out.append(item.label)
-            else:
-                self._attempt(item, f"{number}/{len(wanted)}")
-        results.save(self.out, [], self._absent())
-        self._summary()
-        if self.failed:
-            return 1
-        return 0 if self.rows else 2
-
-    def _notes(self) -> Iterator[str]:
-        """What a reader of the figures must know first."""
-        if not self.machine.gpu:
-            yield (
-                "JAX sees no GPU. On a CPU times tell no more than that everything runs, so small "
-                "cases are taken and no floor is shown; every stage is its portable definition "
-                "(fused-local: a loop far slower than score and select)"
-            )
-        elif self.machine.without_torch:
-            yield (
-                f"{self.machine.without_torch.upper()}: kernels are timed by jit (one program of "
-                "many repeats, 1 to 2 us longer each), not in a CUDA graph, and "
-                f"{', '.join((TORCH.name, TORCH_COMPILE.name, *PEERS))} are not measured; "
-                "`make bench CUDA=13` installs torch too"
-            )
-
-    def _prepare_kernels(self) -> None:
-        """Lowers and compiles ahead what will be launched from a graph."""
-        stages: dict[tuple[str, str], tuple[Case, list[str]]] = {}
-        for item in self.wanted:
-            if item.backend == "mosaic":
-                key = item.case.name, item.precision
-                stages.setdefault(key, (item.case, []))[1].append(item.stage)
-        if not self._graphs() or len(stages) < LEAST_TASKS:
-            return
-        tasks = [
-            (case, precision, tuple(names)) for (_, precision), (case, names) in stages.items()
-        ]
-        try:
-            self._ahead = prepare(tasks, self.pool.key_rows, jax.devices()[0].core_count)
-        except Exception as error:
-            self._say(f"nothing compiled ahead, since {type(error).__name__}: {error}")
-        else:
-            self._say("kernels compiled")
-
-    def _graphs(self) -> bool:
-        """Whether kernels are launched from a CUDA graph."""
-        return self.options.timing != "jit" and self.machine.mosaic and bool(self.machine.torch)
-
-    def _attempt(self, item: Item, count: str) -> None:
-        try:
-            row = self._measure(item)
-        except Exception as error:
-            self.failed.append(f"{item.label}: {type(error).__name__}: {error}")
-            self._say(f"{count} {item.label}: FAILED")
-            traceback.print_exc(limit=-6)
-            if item.backend in PEERS:
-                reason = f"fails: {type(error).__name__}: {error}"
-                self.machine.absent.setdefault(item.backend, reason)
-            return
-        self.rows.append(row)
-        results.save(results.beside(self.out, item.beside), [row])
-        text = report.cells(row)
-        ratio = f" = {text[7]} x floor" if text[7] else ""
-        self._say(f"{count} {item.label}: {text[4]} us{ratio} ({row['timing']}) {text[8]}")
-
-    def _measure(self, item: Item) -> results.Row:
-        if item.backend in self.machine.baselines:
-            return self._measure_baseline(item, self.machine.baselines[item.backend])
-        inputs = self._inputs_of(item)
-        run, arrays = self._prepare(item, inputs)
-        _check(item, arrays)
-        return self._row(item, run.times(_RUNS["graph" if isinstance(run, GraphRun) else "jit"]))
-
-    def _measure_baseline(self, item: Item, baseline: Baseline) -> results.Row:
-        case = item.case
-        assert isinstance(case, Decode | Prefill)
-        if baseline.name in PEERS:
-            assert isinstance(case, Decode)
-            case = unsharded(case)
-        run = TorchRun(case, self._inputs_of(item, case), baseline)
-        run.check()
-        return self._row(item, run.times(_RUNS["baseline"]))
-
-    def _prepare(self, item: Item, inputs: Inputs) -> tuple[GraphRun | JitRun, dict[str, Any]]:
-        """The stage, run once: what times it, and all its arrays."""
-        shapes = written_like(item.case)
-        if item.backend == "mosaic" and self._graphs():
-            stage = build(item.case, item.stage, item.backend, item.precision, arrange=False)
-            try:
-                lowered = self._lowered_of(item)
-                structs = shapes | jax.tree.map(
-                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs.fixed | inputs.sets[0]
-                )
-                parts = (*stage.prelude, *stage.parts)
-                lowered |= self._ahead.lowered(item.case, item.precision, parts, structs)
-                run = GraphRun(stage, inputs, shapes, self._links(item, "graph"), lowered)
-                return run, run.run()
-            except Unlaunchable as error:
-                if self.options.timing == "graph":
-                    raise
-                self._say(f"{item.label}: jit instead of a graph, since {error}")
-        stage = build(item.case, item.stage, item.backend, item.precision, arrange=True)
-        loop = _LOOP_LINKS[item.backend]
-        jit_run = JitRun(stage, inputs, shapes, self._links(item, "jit"), loop)
-        return jit_run, jit_run.last_set | jit_run.run()
-
-    def _links(self, item: Item, method: str) -> int:
-        """Links for a program that lasts long enough; on a CPU, each set once."""
-        if not self.machine.gpu:
-            return 1
-        floor = item.case.floor(item.stage).us(self.ceilings.read_tbps, self.ceilings.fp8_tflops)
-        guess = floor * _OVER_FLOOR[item.backend] + _LAUNCH_US
-        return max(1, round(_PROGRAM_US[method] / guess))
-
-    def _inputs_of(self, item: Item, case: Case | None = None) -> Inputs:
-        """The inputs of the item's case, or of the `case` instead; the last ones are kept."""
-        case = case or item.case
-        backend = "mosaic" if item.backend == "mosaic" else "xla"
-        key = (case.name, "peer" if item.backend in PEERS else backend)
-        if self._inputs is None or self._inputs[0] != key:
-            self._inputs = None  # frees the last ones before making new ones
-            self._inputs = (key, self.pool.inputs(case, backend))
-        return self._inputs[1]
-
-    def _lowered_of(self, item: Item) -> dict[str, Lowered]:
-        """Where the stages of a case keep what they lower, until another case comes."""
-        key = (item.case.name, item.precision)
-        if self._lowered is None or self._lowered[0] != key:
-            self._lowered = (key, {})
-        return self._lowered[1]
-
-    def _row(self, item: Item, times: Times) -> results.Row:
-        floor = item.case.floor(item.stage).us(self.ceilings.read_tbps, self.ceilings.fp8_tflops)
-        machine = self.machine
-        setting = results.Setting(
-            machine.device, machine.torch_version, self.ceilings, self.options.commit
-        )
-        return results.row(item.key, times, floor, setting, **item.extra)
-
-    def _absent(self) -> dict[str, str]:
-        """What was asked for and cannot be measured here."""
-        asked = self.options.backends
-        return {k: v for k, v in self.machine.absent.items() if not asked or k in asked}
-
-    def _summary(self) -> None:
-        what = (
-            f"{len(self.rows)} rows, each checked before it was timed, saved in"
-            if self.rows
-            else "nothing was measured for"
-        )
-        print(f"{what} {self.out}")
-        for name, reason in self._absent().items():
-            print(f"absent: {name} ({reason})")
-        for label in self.left_out:
-            print(f"left out, out of time: {label}")
-        for line in self.failed:
-            print(f"FAILED {line}")
-
-    def show(self) -> None:
-        """Prints a table of the rows."""
-        if self.rows:
-            report.show_rows(self.rows, f"{self.machine.device}: {self._ceilings_text()}")
-        if any(report.target_of(row) for row in self.rows):
-            print("target: set for each case before the work began, the most that it should take")
-
-    def _ceilings_text(self) -> str:
-        fp8 = self.ceilings.fp8_tflops
-        matmul = f"fp8 product {fp8:.0f} TFLOP/s" if fp8 else "no fp8 unit"
-        return f"reads {self.ceilings.read_tbps:.3f} TB/s, {matmul}"
-
-    def _elapsed(self) -> float:
-        return time.monotonic() - self.options.start
-
-    def _say(self, text: str) -> None:
-        print(f"[{self._elapsed():6.1f} s] {text}", flush=True)
-
-    def _spent(self, item: Item) -> bool:
-        """Whether too little is left of the budget for an item."""
-        budget = self.options.budget_seconds
-        reserve = _RESERVE_SECONDS.get(item.backend, _RESERVE_OTHERS_SECONDS)
-        return budget is not None and self._elapsed() > budget - reserve
-
-    def _guard(self) -> None:
-        """Ends a run that hangs; its rows are saved as they come."""
-        if self.options.budget_seconds is None:
-            return
-
-        def give_up() -> None:
-            self._say(f"an item hangs; giving up, {len(self.rows)} rows in {self.out}")
-            os._exit(3)
-
-        left = self.options.budget_seconds + _GRACE_SECONDS - self._elapsed()
-        timer = threading.Timer(left, give_up)
-        timer.daemon = True
-        timer.start()
-
-
-def _check(item: Item, arrays: dict[str, Any]) -> None:
-    """Raises `check.Mismatch` unless the stage computed what it should."""
-    case = item.case
-    if isinstance(case, Decode | Prefill) and item.stage != "merge":
-        check.check_scores(case, arrays, item.precision)
-    if item.stage in ("select", "local", "fused-local", "chain"):
-        check.check_rows(case, arrays["scores"], arrays["counts"], arrays["rows"])
-    if item.stage in ("merge", "chain"):
-        received = arrays.get("arranged", arrays["received"])
-        check.check_merged(case, received, arrays["counts"], arrays["output"], arrays["errors"])
 
 
 def _torch() -> Any:
@@ -459,3 +122,277 @@ def _torch() -> Any:
     except ImportError:
         return None
     return torch
+
+
+# ---- what to measure ----
+
+
+def items(
+    machine: Machine,
+    pattern: str = "*",
+    stages: Sequence[str] = (),
+    backends: Sequence[str] = (),
+    *,
+    quick: bool = False,
+) -> list[Item]:
+    """What is asked for, the most wanted first: time may run out.
+
+    Raises:
+      Refused: no case has such a name, or none has such a stage on such a backend.
+    """
+    cases = QUICK if quick or not machine.gpu else FULL
+    chosen = [case for case in cases if fnmatch.fnmatch(case.name, pattern)]
+    if not chosen:
+        there = ", ".join(case.name for case in cases)
+        raise Refused(f"no case here has a name like {pattern!r}; there are {there}")
+    return [
+        item
+        for item in _all_items(chosen, machine)
+        if (not stages or item.stage in stages) and (not backends or item.backend in backends)
+    ]
+
+
+def _all_items(cases: list[Case], machine: Machine) -> Iterator[Item]:
+    sharded = [case for case in cases if isinstance(case, Sharded) and case.data == "normal"]
+    prefill = [case for case in cases if isinstance(case, Prefill) and case.data == "normal"]
+    own = "mosaic" if machine.mosaic else "xla"
+    if machine.mosaic or not machine.gpu:
+        for case in cases:
+            precision = case.precision if machine.mosaic else "exact"
+            yield from (Item(case, stage, own, precision) for stage in case.stages)
+    if machine.mosaic:
+        yield from (Item(case, "local", own, "exact") for case in prefill)
+    for name in (*PEERS, "torch"):
+        if name in machine.baselines:
+            alike = prefill if name == "flashinfer-no-icp" else []  # as flashinfer
+            yield from (Item(case, "local", name, "fast") for case in sharded if case not in alike)
+    for case in sharded:  # these compile for long: if time runs out, the first cases have both
+        if machine.gpu:
+            yield Item(case, "local", "xla", "exact")
+        if "torch_compile" in machine.baselines and isinstance(case, Decode):
+            yield Item(case, "local", "torch_compile", "fast")
+
+
+def sweep(
+    machine: Machine,
+    contexts: Iterable[int] | None = None,
+    batches: Iterable[int] | None = None,
+    world_sizes: Iterable[int] | None = None,
+    suffix: str = "",
+) -> list[Item]:
+    """Decode's local stage at every point, requests alike; says what it leaves out.
+
+    Raises:
+      Refused: every point is too large.
+    """
+    kind = "gpu" if machine.gpu else "cpu"
+    asked = [
+        decode(f"s-b{batch}-{report.short(context).lower()}-w{w}", (context,) * batch, w)
+        for w in world_sizes or (2, 4)
+        for batch in batches or BATCHES[kind]
+        for context in contexts or CONTEXTS[kind]
+    ]
+    cases = sorted(
+        (case for case in asked if case.key_rows <= MOST_KEY_ROWS), key=lambda case: case.key_rows
+    )
+    left_out = f"{len(asked) - len(cases)} of {len(asked)} points: a shard larger than 1 GiB"
+    if not cases:
+        raise Refused(f"the sweep leaves out {left_out}")
+    if len(cases) < len(asked):
+        print(f"sweep: left out {left_out}")
+    # A sweep that runs out of time still spans all sizes, only less densely.
+    cases = [*cases[::4], *cases[2::4], *cases[1::2]]
+    backend = "mosaic" if machine.mosaic else "xla"
+    return [Item(case, "local", backend, "exact", _point(case), suffix) for case in cases]
+
+
+def _point(case: Decode) -> dict[str, int]:
+    size = {"context": case.lens[0], "batch": len(case.lens), "world_size": case.world_size}
+    return size | {"bytes": case.floor("local").bytes}
+
+
+# ---- measuring ----
+
+
+class Runner:
+    """One run over items."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        wanted: Sequence[Item],
+        out: Path,
+        budget_seconds: float | None = None,
+        commit: str | None = None,
+    ) -> None:
+        """Rows go into `out`; `commit` is what is measured, None asks git."""
+        self.machine, self.wanted, self.out, self.commit = machine, wanted, out, commit
+        self._start, self._budget = time.monotonic(), budget_seconds or math.inf
+        self.rows: dict[tuple[str, ...], results.Row] = {}
+        self._failed: list[str] = []
+        self._inputs: tuple[Any, Inputs] | None = None
+        self._lowering = Lowering()
+        self._graphs = machine.mosaic and bool(machine.torch)
+
+    def run(self, asked: Sequence[str] = ()) -> int:
+        """Runs everything; 0, 1 when an item failed, 2 when nothing was measured.
+
+        Args:
+          asked: the backends whose absence is worth a word; empty: all.
+
+        Raises:
+          Refused: what is measured could not be saved.
+        """
+        for path in {self.out, *(results.beside(self.out, item.beside) for item in self.wanted)}:
+            results.prepare(path)
+        if self.wanted:
+            self._run()
+        absent = {k: v for k, v in self.machine.absent.items() if not asked or k in asked}
+        results.save(self.out, [], absent)
+        print(f"{len(self.rows)} rows, each checked before it was timed, saved in {self.out}")
+        for text in (*(f"absent: {name} ({why})" for name, why in absent.items()), *self._failed):
+            print(text)
+        return 1 if self._failed else 0 if self.rows else 2
+
+    def _run(self) -> None:
+        if self._budget < math.inf:
+            faulthandler.dump_traceback_later(self._budget + _GRACE_SECONDS, exit=True)
+        self._note()
+        self.ceilings = roofline.measure(self.machine.torch)
+        fp8 = self.ceilings.fp8_tflops
+        product = f"fp8 product {fp8:.0f} TFLOP/s" if fp8 else "no fp8 unit"
+        self._say(f"{self.machine.device}: reads {self.ceilings.read_tbps:.3f} TB/s, {product}")
+        given = dict.fromkeys(map(self._given, self.wanted))
+        self.pool = Pool(list(given), GPU_STREAM_BYTES if self.machine.gpu else 0)
+        self._prepare_kernels()
+        for item in self.wanted:
+            self._attempt(item)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _note(self) -> None:
+        """Says what a reader of the figures must know first."""
+        if not self.machine.gpu:
+            self._say(
+                "NOTE: JAX sees no GPU. On a CPU times tell no more than that everything runs, so "
+                "small cases are taken and no floor is shown; every stage is its portable "
+                "definition (fused-local: a loop far slower than score and select)"
+            )
+        elif self.machine.without_torch:
+            self._say(
+                f"NOTE: {self.machine.without_torch.upper()}: kernels are timed by jit (one program"
+                " of many repeats, 1 to 2 us longer each), not in a CUDA graph, and "
+                f"{', '.join((*TORCH, *PEERS))} are not measured; `make bench CUDA=13` installs "
+                "torch too"
+            )
+
+    def _prepare_kernels(self) -> None:
+        """Lowers and compiles ahead what will be launched from a graph."""
+        stages: dict[tuple[str, str], tuple[Case, list[str]]] = {}
+        for item in self.wanted:
+            if item.backend == "mosaic" and item.stage not in OWN_WAY:
+                key = item.case.name, item.precision
+                stages.setdefault(key, (item.case, []))[1].append(item.stage)
+        if not self._graphs or len(stages) < _LEAST_TASKS:
+            return
+        heavy_first = sorted(stages.items(), key=lambda x: not isinstance(x[1][0], Prefill))
+        tasks: list[Task] = [
+            (case, key[1], tuple(names), written_like(case) | self.pool.structs(case, "mosaic"))
+            for key, (case, names) in heavy_first
+        ]
+        self._lowering.prepare(tasks, jax.devices()[0].core_count)
+        self._say("kernels compiled")
+
+    def _attempt(self, item: Item) -> None:
+        reserve = _RESERVE_SECONDS.get(item.backend, _RESERVE_OTHERS_SECONDS)
+        if self._elapsed() > self._budget - reserve:
+            print(f"left out, out of time: {item.label}")
+            return
+        try:
+            times = self._measure(item)
+            floor = self._given(item).floor(item.stage).us(self.ceilings)
+            machine = self.machine
+            setting = results.Setting(
+                machine.device, machine.torch_version, self.ceilings, self.commit
+            )
+            row = setting.row(item.key, times, floor, **item.extra)
+            results.save(results.beside(self.out, item.beside), [row])
+            self.rows[results.key_of(row)] = row
+            self._say(report.line(row, self.rows))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._failed.append(f"FAILED {item.label}: {reason}")
+            self._say(f"{item.label}: FAILED")
+            traceback.print_exc(limit=-6)
+            if item.backend in PEERS:
+                self.machine.absent.setdefault(item.backend, f"fails: {reason}")
+
+    def _measure(self, item: Item) -> Times:
+        """Checks and times."""
+        inputs = self._inputs_of(item)
+        if item.stage in OWN_WAY:
+            return OWN_WAY[item.stage](item.case, inputs, item.extra["transport"])
+        if item.backend in self.machine.baselines:
+            given = self._given(item)
+            assert isinstance(given, Decode | Prefill)
+            torch_run = TorchRun(given, inputs, self.machine.baselines[item.backend])
+            torch_run.check()
+            return torch_run.times(_RUNS["graph"])
+        run, arrays = self._prepare(item, inputs)
+        _check(item, arrays)
+        return run.times(_RUNS["graph" if isinstance(run, GraphRun) else "jit"])
+
+    def _given(self, item: Item) -> Case:
+        """The case that the item's backend gets."""
+        baseline = self.machine.baselines.get(item.backend)
+        return baseline.given(item.case) if baseline else item.case
+
+    def _prepare(self, item: Item, inputs: Inputs) -> tuple[GraphRun | JitRun, dict[str, Any]]:
+        """The stage, run once: what times it, and all its arrays."""
+        case, shapes = item.case, written_like(item.case)
+        if item.backend == "mosaic" and self._graphs:
+            stage = build(case, item.stage, item.backend, item.precision, arrange=False)
+
+            lower = functools.partial(self._lowering.of, case, item.precision)
+            run = GraphRun(stage, inputs, shapes, self._links(item, "graph"), lower)
+            return run, run.run()
+        stage = build(case, item.stage, item.backend, item.precision, arrange=True)
+        links, loop = self._links(item, "jit"), _LOOP_LINKS[item.backend]
+        jit_run = JitRun(stage, inputs, shapes, links, loop)
+        return jit_run, jit_run.last_set | jit_run.run()
+
+    def _links(self, item: Item, method: str) -> int:
+        """Links for a program that lasts long enough; on a CPU, each set once."""
+        if not self.machine.gpu:
+            return 1
+        floor = item.case.floor(item.stage).us(self.ceilings)
+        guess = floor * _OVER_FLOOR[item.backend] + _LAUNCH_US
+        return max(1, round(_PROGRAM_US[method] / guess))
+
+    def _inputs_of(self, item: Item) -> Inputs:
+        """The inputs of the case that the item gets; the last ones are kept."""
+        backend = "mosaic" if item.backend == "mosaic" else "xla"
+        key = (self._given(item), backend)
+        if self._inputs is None or self._inputs[0] != key:
+            self._inputs = None  # frees the last ones before making new ones
+            self._inputs = (key, self.pool.inputs(*key))
+        return self._inputs[1]
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    def _say(self, text: str) -> None:
+        print(f"[{self._elapsed():6.1f} s] {text}", flush=True)
+
+
+def _check(item: Item, arrays: dict[str, Any]) -> None:
+    """Raises `check.Mismatch` unless the stage computed what it should."""
+    case = item.case
+    if isinstance(case, Decode | Prefill) and item.stage != "merge":
+        check.check_scores(case, arrays, item.precision)
+    if item.stage in ("select", "local", "fused-local", "chain"):
+        check.check_rows(case.tokens, arrays["scores"], arrays["counts"], arrays["rows"])
+    if item.stage in ("merge", "chain"):
+        received = arrays.get("arranged", arrays["received"])
+        check.check_merged(
+            case.tokens, received, arrays["counts"], arrays["output"], arrays["errors"]
+        )

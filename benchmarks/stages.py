@@ -1,13 +1,15 @@
 """What each stage runs: parts, each a public function of the package and the arrays it touches.
 
-A stage is a sequence of parts over named arrays. One definition serves both ways of timing: traced
-one after the other into a jitted program (timing.py), or lowered one by one and launched without
-JAX (graph.py).
+One definition serves both ways of timing (timing.py): traced one after the other into a jitted
+program, or lowered one by one and launched without JAX. A new stage of such parts is a line in
+`build` and its name in the `stages` of a case class; one that times itself is a line in
+`run.OWN_WAY`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +23,6 @@ from benchmarks.cases import (
     RANK,
     Case,
     Decode,
-    Merge,
     Prefill,
     Select,
 )
@@ -42,10 +43,10 @@ POISON = -7  # what buffers hold before a stage writes them; no id and no likely
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One call: `run(*arrays named in reads)` returns the arrays named in `writes`."""
+    """One call: `run(*arrays named in reads)` returns the array, or arrays, named in `writes`."""
 
     name: str
-    run: Callable[..., tuple[Any, ...]]
+    run: Callable[..., Any]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
 
@@ -55,27 +56,20 @@ class Stage:
     """Parts in order.
 
     Attributes:
-      name: the stage's name in results.
       parts: what runs.
       hinge: a small int32 array that the first part reads: the jitted program makes each link's
         depend on the link before.
       prelude: parts that run once for each input set, before anything is timed.
     """
 
-    name: str
     parts: tuple[Part, ...]
     hinge: str
     prelude: tuple[Part, ...] = ()
 
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """Names of all arrays written."""
-        return tuple(dict.fromkeys(name for part in self.parts for name in part.writes))
-
     def run(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """The arrays written, from `arrays`."""
         arrays = run(self.parts, arrays)
-        return {name: arrays[name] for name in self.writes}
+        return {name: arrays[name] for part in self.parts for name in part.writes}
 
 
 def run(parts: tuple[Part, ...], arrays: dict[str, Any]) -> dict[str, Any]:
@@ -83,6 +77,7 @@ def run(parts: tuple[Part, ...], arrays: dict[str, Any]) -> dict[str, Any]:
     arrays = dict(arrays)
     for part in parts:
         results = part.run(*(arrays[name] for name in part.reads))
+        results = results if len(part.writes) > 1 else (results,)
         arrays.update(zip(part.writes, results, strict=True))
     return arrays
 
@@ -98,54 +93,49 @@ def build(case: Case, stage: str, backend: str, precision: str, *, arrange: bool
       arrange: whether a chain puts its own rows among those received, as the exchange would. Where
         the launches are ordered anyhow, the received rows are simply there.
     """
-    parts = _Parts(case, backend, precision)
-    match case:
-        case Decode():
-            return _decode(parts, stage, arrange)
-        case Prefill():
-            score, select = parts.prefill_score(), parts.prefill_select()
-            return {
-                "score": Stage(stage, (score,), "table"),
-                "select": Stage(stage, (select,), "counts", prelude=(score,)),
-                # What `prefill_local` of a plan launches: unlike the public scorer, it leaves
-                # columns alone that the selection does not read.
-                "local": Stage(stage, (parts.prefill_candidates(), select), "table"),
-                # The scores are there to check the rows against.
-                "fused-local": Stage(stage, (parts.prefill_fused(),), "table", prelude=(score,)),
-            }[stage]
-        case Select() | Merge():
-            part = parts.select() if isinstance(case, Select) else parts.merge("received")
-            return Stage(stage, (part,), "counts")
-
-
-def _decode(parts: _Parts, stage: str, arrange: bool) -> Stage:
-    score, select = parts.decode_score(), parts.select()
-    exchange = (parts.arrange(),) if arrange else ()
-    chain = (score, select, *exchange, parts.merge("arranged" if arrange else "received"))
+    if isinstance(case, Prefill):
+        made = _prefill_parts(case, backend, precision)
+        score, select = made["score"], made["select"]
+        return {
+            "score": Stage((score,), "table"),
+            "select": Stage((select,), "counts", prelude=(score,)),
+            # What `prefill_local` of a plan launches: unlike the public scorer, it leaves columns
+            # alone that the selection does not read.
+            "local": Stage((made["candidates"], select), "table"),
+            # The scores are there to check the rows against.
+            "fused-local": Stage((made["fused"],), "table", prelude=(score,)),
+        }[stage]
+    select, merge = _select(case, backend), _merge(backend)
+    if not isinstance(case, Decode):
+        return Stage((select if isinstance(case, Select) else merge,), "counts")
+    score = _decode_score(case, backend, precision)
+    exchange: tuple[Part, ...] = ()
+    if arrange:
+        put = Part("arrange", _put_own, ("received", "rows"), ("arranged",))
+        exchange = (put, _merge(backend, "arranged"))
     return {
-        "score": Stage(stage, (score,), "lens"),
-        "select": Stage(stage, (select,), "counts", prelude=(score,)),
-        "local": Stage(stage, (score, select), "lens"),
-        "merge": Stage(stage, (parts.merge("received"),), "counts"),
-        "chain": Stage(stage, chain, "lens"),
+        "score": Stage((score,), "lens"),
+        "select": Stage((select,), "counts", prelude=(score,)),
+        "local": Stage((score, select), "lens"),
+        "merge": Stage((merge,), "counts"),
+        "chain": Stage((score, select, *(exchange or (merge,))), "lens"),
     }[stage]
 
 
 def written_like(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of the arrays that stages write."""
     shapes: dict[str, jax.ShapeDtypeStruct] = {}
-    tokens = case.tokens
+    tokens, words = case.tokens, functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     if isinstance(case, Decode | Prefill):
         shapes["scores"] = jax.ShapeDtypeStruct((tokens, NUM_HEADS, case.columns), jnp.float32)
     if isinstance(case, Prefill):
-        shapes["rows"] = jax.ShapeDtypeStruct((NUM_HEADS, tokens, ROW_WORDS), jnp.int32)
-    else:
-        heads = NUM_HEADS // case.world_size
-        by_owner = (case.world_size, heads, tokens, ROW_WORDS)
-        shapes["rows"] = jax.ShapeDtypeStruct(by_owner, jnp.int32)
-        shapes["output"] = jax.ShapeDtypeStruct((tokens, heads, TOPK), jnp.int32)
-        shapes["errors"] = jax.ShapeDtypeStruct((1,), jnp.int32)
-    return shapes
+        return shapes | {"rows": words((NUM_HEADS, tokens, ROW_WORDS))}
+    heads = NUM_HEADS // case.world_size
+    return shapes | {
+        "rows": words((case.world_size, heads, tokens, ROW_WORDS)),
+        "output": words((tokens, heads, TOPK)),
+        "errors": words((1,)),
+    }
 
 
 def initial(name: str) -> int:
@@ -153,132 +143,82 @@ def initial(name: str) -> int:
     return 0 if name == "errors" else POISON
 
 
-class _Parts:
-    """The public functions with a case's static arguments."""
+# ---- the public functions with a case's static arguments ----
 
-    def __init__(self, case: Case, backend: str, precision: str) -> None:
-        self.case = case
-        self.backend = backend
-        self.precision = precision
+_FORCED = {"force_begin_blocks": INIT_BLOCKS, "force_end_blocks": LOCAL_BLOCKS}
 
-    def decode_score(self) -> Part:
-        def run(queries: Any, keys: Any, table: Any, lens: Any, scores: Any) -> tuple[Any, ...]:
-            return (
-                msa_icp_decode_index_score_sharded(
-                    queries,
-                    keys,
-                    table,
-                    lens,
-                    scores,
-                    **self._shard(),
-                    max_decode_query_len=self.case.query_len,
-                    enable_pdl=True,
-                ),
-            )
 
-        return Part("score", run, ("queries", "keys", "table", "lens", "scores"), ("scores",))
+def _decode_score(case: Decode, backend: str, precision: str) -> Part:
+    score = functools.partial(
+        msa_icp_decode_index_score_sharded,
+        rank=RANK,
+        world_size=case.world_size,
+        page_size=PAGE_SIZE,
+        decode_query_len=case.query_len,
+        max_decode_query_len=case.query_len,
+        enable_pdl=True,
+        backend=backend,
+        precision=precision,
+    )
+    return Part("score", score, ("queries", "keys", "table", "lens", "scores"), ("scores",))
 
-    def select(self) -> Part:
-        def run(scores: Any, counts: Any) -> tuple[Any, ...]:
-            message = msa_icp_topk_select_publish(
-                scores,
-                counts,
-                rank=RANK,
-                world_size=self.case.world_size,
-                heads_per_rank=NUM_HEADS // self.case.world_size,
-                force_begin_blocks=INIT_BLOCKS,
-                force_end_blocks=LOCAL_BLOCKS,
-                enable_pdl=True,
-                backend=self.backend,
-            )
-            return (message.rows,)
 
-        return Part("select", run, ("scores", "counts"), ("rows",))
+def _select(case: Case, backend: str) -> Part:
+    def select(scores: Any, counts: Any) -> Any:
+        return msa_icp_topk_select_publish(
+            scores,
+            counts,
+            rank=RANK,
+            world_size=case.world_size,
+            heads_per_rank=NUM_HEADS // case.world_size,
+            **_FORCED,
+            enable_pdl=True,
+            backend=backend,
+        ).rows
 
-    def arrange(self) -> Part:
-        def run(received: Any, rows: Any) -> tuple[Any, ...]:
-            return (received.at[RANK].set(rows[RANK]),)
+    return Part("select", select, ("scores", "counts"), ("rows",))
 
-        return Part("arrange", run, ("received", "rows"), ("arranged",))
 
-    def merge(self, received: str) -> Part:
-        def run(received: Any, counts: Any, output: Any, errors: Any) -> tuple[Any, ...]:
-            merged = msa_icp_merge_candidates(
-                received,
-                counts,
-                output,
-                errors,
-                init_blocks=INIT_BLOCKS,
-                local_blocks=LOCAL_BLOCKS,
-                enable_pdl=True,
-                backend=self.backend,
-            )
-            return merged.output, merged.errors
+def _put_own(received: Any, rows: Any) -> Any:
+    return received.at[RANK].set(rows[RANK])
 
-        return Part("merge", run, (received, "counts", "output", "errors"), ("output", "errors"))
 
-    def prefill_score(self) -> Part:
-        def run(queries: Any, keys: Any, table: Any, plan: Any, scores: Any) -> tuple[Any, ...]:
-            return (
-                msa_icp_index_score_sharded(
-                    queries, keys, table, plan, max_score=scores, **self._window()
-                ),
-            )
+def _merge(backend: str, received: str = "received") -> Part:
+    def merge(received: Any, counts: Any, output: Any, errors: Any) -> tuple[Any, ...]:
+        merged = msa_icp_merge_candidates(
+            *(received, counts, output, errors),
+            init_blocks=INIT_BLOCKS,
+            local_blocks=LOCAL_BLOCKS,
+            enable_pdl=True,
+            backend=backend,
+        )
+        return merged.output, merged.errors
 
-        return Part("score", run, ("queries", "keys", "table", "plan", "scores"), ("scores",))
+    return Part("merge", merge, (received, "counts", "output", "errors"), ("output", "errors"))
 
-    def prefill_candidates(self) -> Part:
-        def run(*arrays: Any) -> tuple[Any, ...]:
-            *inputs, scores = arrays
-            return (score_candidates(*inputs, max_score=scores, **self._window()),)
 
-        reads = ("queries", "keys", "table", "plan", "counts", "scores")
-        return Part("candidates", run, reads, ("scores",))
+def _prefill_parts(case: Prefill, backend: str, precision: str) -> dict[str, Part]:
+    window: dict[str, Any] = {
+        "rank": RANK,
+        "tp": case.world_size,
+        "enable_pdl": True,
+        "backend": backend,
+        "precision": precision,
+    }
 
-    def prefill_select(self) -> Part:
-        def run(scores: Any, counts: Any, rows: Any) -> tuple[Any, ...]:
-            return (
-                msa_icp_topk_select_prefill(
-                    scores,
-                    counts,
-                    rows,
-                    force_begin_blocks=INIT_BLOCKS,
-                    force_end_blocks=LOCAL_BLOCKS,
-                    backend=self.backend,
-                ),
-            )
+    def score(*arrays: Any) -> Any:
+        return msa_icp_index_score_sharded(*arrays[:-1], max_score=arrays[-1], **window)
 
-        return Part("select", run, ("scores", "counts", "rows"), ("rows",))
+    def candidates(*arrays: Any) -> Any:
+        return score_candidates(*arrays[:-1], max_score=arrays[-1], **window)
 
-    def prefill_fused(self) -> Part:
-        def run(*arrays: Any) -> tuple[Any, ...]:
-            return (
-                msa_icp_prefill_score_select(
-                    *arrays,
-                    **self._window(),
-                    force_begin_blocks=INIT_BLOCKS,
-                    force_end_blocks=LOCAL_BLOCKS,
-                ),
-            )
-
-        reads = ("queries", "keys", "table", "plan", "counts", "rows")
-        return Part("fused", run, reads, ("rows",))
-
-    def _shard(self) -> dict[str, Any]:
-        return {
-            "rank": RANK,
-            "world_size": self.case.world_size,
-            "page_size": PAGE_SIZE,
-            "decode_query_len": self.case.query_len,
-            "backend": self.backend,
-            "precision": self.precision,
-        }
-
-    def _window(self) -> dict[str, Any]:
-        return {
-            "rank": RANK,
-            "tp": self.case.world_size,
-            "enable_pdl": True,
-            "backend": self.backend,
-            "precision": self.precision,
-        }
+    select = functools.partial(msa_icp_topk_select_prefill, **_FORCED, backend=backend)
+    fused = functools.partial(msa_icp_prefill_score_select, **window, **_FORCED)
+    read = ("queries", "keys", "table", "plan")
+    parts = (
+        Part("score", score, (*read, "scores"), ("scores",)),
+        Part("candidates", candidates, (*read, "counts", "scores"), ("scores",)),
+        Part("select", select, ("scores", "counts", "rows"), ("rows",)),
+        Part("fused", fused, (*read, "counts", "rows"), ("rows",)),
+    )
+    return {part.name: part for part in parts}
