@@ -21,8 +21,8 @@ def resolve_backend(backend: str, device: jax.Device | None = None) -> Backend:
     """Returns "mosaic" or "xla" for "auto", "mosaic" or "xla".
 
     "auto" takes Mosaic on a GPU of compute capability 9.0 and XLA elsewhere; on another GPU it
-    warns once. "mosaic" is taken at its word wherever a program is built (it can be exported for a
-    GPU from a machine without one).
+    warns once. Without `device` it looks at JAX's default one. "mosaic" is taken at its word
+    wherever a program is built (it can be exported for a GPU from a machine without one).
 
     Raises:
       ValueError: `backend` is not one of the three.
@@ -30,13 +30,21 @@ def resolve_backend(backend: str, device: jax.Device | None = None) -> Backend:
     checks.one_of("backend", backend, BACKENDS)
     if backend != "auto":
         return backend  # type: ignore[return-value]
-    device = device if device is not None else jax.devices()[0]
+    device = device if device is not None else default_device()
     if device.platform != "gpu":
         return "xla"
     if getattr(device, "compute_capability", None) == "9.0":
         return "mosaic"
     _warn_portable(device.device_kind)
     return "xla"
+
+
+def default_device() -> jax.Device:
+    """The device of arrays that name none: the configured `jax_default_device`, else the first."""
+    chosen = jax.config.jax_default_device
+    if isinstance(chosen, str):  # a platform
+        return jax.local_devices(backend=chosen)[0]
+    return chosen if chosen is not None else jax.local_devices()[0]
 
 
 def check_precision(precision: str) -> str:

@@ -320,7 +320,8 @@ def mark_rows(sent: jax.Array, slot: Any, sign: int) -> jax.Array:
     _, _, tokens, *row = sent.shape
     last = jnp.arange(row[-1], dtype=jnp.int32) == row[-1] - 1
     mark = mark_of(slot, tokens, tagged=len(row) == 2)
-    return sent + jnp.where(last, jnp.int32(sign) * mark, 0)
+    marks = jnp.where(last, jnp.int32(sign) * mark, 0)
+    return sent + jnp.broadcast_to(marks, sent.shape)
 
 
 def mark_of(slot: Any, tokens: int, tagged: bool) -> Any:

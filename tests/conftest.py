@@ -1,6 +1,7 @@
-"""Gives JAX four virtual CPU devices, one for each rank of the largest group.
+"""Gives JAX four virtual CPU devices, one for each rank of the largest group, and no promotions.
 
-The flag counts only until JAX starts its backend, so it is set before any test module is imported.
+The flag counts only until JAX starts its backend, the modes only until JAX is imported (here, and in
+processes that tests start), so they are set before any test module is imported.
 """
 
 import os
@@ -11,6 +12,8 @@ import pytest
 _FLAG = "--xla_force_host_platform_device_count=4"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 
 
 @pytest.fixture(autouse=True)

@@ -242,9 +242,9 @@ class _Hopper(_OtherGpu):
 
 
 def test_auto_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "devices", lambda: [_Hopper()])
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [_Hopper()])
     assert prepare().backend == "mosaic"
-    monkeypatch.setattr(jax, "devices", lambda: [_OtherGpu()])
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [_OtherGpu()])
     with pytest.warns(UserWarning, match="no Mosaic kernels for another GPU"):
         assert prepare().backend == "xla"
     assert prepare().backend == "xla"  # warned once

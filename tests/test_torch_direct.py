@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from chains import random_decode, random_prefill
+from chains import make_plan, random_decode, random_prefill
 
 torch = pytest.importorskip("torch", reason="torch is not installed (extra torch)")
 
@@ -27,8 +27,9 @@ import msa_icp_jax  # noqa: E402
 from msa_icp_jax import MSAIcpScorePlan  # noqa: E402
 from msa_icp_jax.geometry import MAX_INT32, MAX_TOKENS  # noqa: E402
 from msa_icp_jax.ops._mosaic import direct as launching  # noqa: E402
+from msa_icp_jax.ops._mosaic import launch  # noqa: E402
 from msa_icp_jax.ops.prefill_plan import balance  # noqa: E402
-from msa_icp_torch import direct, exchange, routes, window  # noqa: E402
+from msa_icp_torch import direct, exchange, kernels, routes, window  # noqa: E402
 from msa_icp_torch.direct import DirectRoute, RememberedCalls  # noqa: E402
 from msa_icp_torch.plan import MSAIcpIndexerPlan  # noqa: E402
 
@@ -930,3 +931,30 @@ def test_without_a_plugin_there_is_no_direct_route(monkeypatch):
     launching._plugin.cache_clear()
     assert "no CUDA plugin of JAX is installed" in (launching.unavailable() or "")
     launching._plugin.cache_clear()
+
+
+def lowered_kernels() -> list[Any]:
+    """Every kind of a chain's kernels, lowered anew."""
+    limits = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+    plan = make_plan(2, 128, rank=1, backend="mosaic", **limits)
+    facts = kernels.Facts(plan, launch.Target(sms=SMS))
+    batch = kernels.Batch(2, 2, (8, 64, 128), 8)
+    prefill = kernels.Window(40, 2, 40, (8, 64, 128), 8)
+    return [
+        kernels.decode_scores(facts, batch, True),
+        kernels.select_and_publish_rows(facts, 4, True, 64),
+        kernels.merge_rows(facts, 4, True, True, 64),
+        kernels.prefill_local(facts, prefill, 40, False),
+        kernels.prefill_merge(facts, 40, 40),
+    ]
+
+
+def test_kernels_are_the_same_with_64_bits_on() -> None:
+    want = lowered_kernels()
+    with jax.enable_x64(True):
+        found = lowered_kernels()
+    for one, other in zip(found, want, strict=True):
+        assert [getattr(step, "module", step) for step in one.steps] == [
+            getattr(step, "module", step) for step in other.steps
+        ]
+        assert (one.scratch, len(one.returned)) == (other.scratch, len(other.returned))

@@ -27,7 +27,7 @@ def dense_greedy(config: Config, params: Params, tokens: jax.Array) -> jax.Array
     No cache, no pages, no indexer; what the served model must equal on short contexts.
     """
     positions = jnp.arange(tokens.shape[0])
-    causal = positions <= positions[:, None]
+    causal = positions[None] <= positions[:, None]
 
     def layer_step(x: jax.Array, layer: Params) -> Any:
         q, k, v = project_qkv(rms_norm(x), layer, config, params["rope"], positions)

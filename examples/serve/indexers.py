@@ -215,10 +215,10 @@ def dense_scores(index_q: jax.Array, keys: jax.Array) -> jax.Array:
 
 def top_blocks(scores: jax.Array, positions: jax.Array, config: Config) -> jax.Array:
     """Ids int32 [T, 4, 16], ascending with a -1 tail, of scores [T, 4, keys]."""
-    key = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    key = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None]
     seen = key <= positions[:, None, None]
     by_block = jnp.where(seen, scores, -jnp.inf).reshape(*scores.shape[:2], -1, BLOCK).max(-1)
-    block = jnp.arange(by_block.shape[-1], dtype=jnp.int32)
+    block = jnp.arange(by_block.shape[-1], dtype=jnp.int32)[None, None]
     count = jnp.where(positions >= 0, positions // BLOCK + 1, 0)[:, None, None]
     forced = (block < config.init_blocks) | (block >= count - config.local_blocks)
     order = jnp.where(block < count, jnp.where(forced, jnp.inf, by_block), -jnp.inf)

@@ -197,7 +197,7 @@ def attend(
     head = jnp.arange(ids.shape[1])[:, None]
     shape = (*ids.shape[:2], -1, q.shape[-1])
     k, v = (x[physical, head].reshape(shape) for x in (cache.k, cache.v))
-    key_positions = ids[..., None] * BLOCK + jnp.arange(BLOCK)
+    key_positions = ids[..., None] * BLOCK + jnp.arange(BLOCK)[None, None, None]
     seen = (ids[..., None] >= 0) & (key_positions <= positions[:, None, None, None])
     scores = jnp.einsum("thgd,thkd->thgk", q, k, precision=lax.Precision.HIGHEST)
     scores = scores * q.shape[-1] ** -0.5
@@ -312,7 +312,8 @@ def forward(
 def physical_blocks(tables: jax.Array, config: Config) -> jax.Array:
     """int32 [slots, table width * P / 128]: where each 128-token block of a request lies."""
     per_page = config.page_size // BLOCK
-    blocks = tables[..., None] * per_page + jnp.arange(per_page, dtype=jnp.int32)
+    inside = jnp.arange(per_page, dtype=jnp.int32)
+    blocks = tables[..., None] * per_page + inside[None, None]
     return blocks.reshape(tables.shape[0], -1)
 
 
@@ -335,7 +336,7 @@ def decode_rows(config: Config, state: State, decode_slots: jax.Array) -> Rows:
     known, last = state.tokens[slots], state.lengths[slots] - 1
     # The host learns late that a request is finished; until then its rows are padding.
     live = (decode_slots >= 0) & (state.lengths[slots] < state.targets[slots])
-    step_positions = last[:, None] + jnp.arange(config.query_len, dtype=jnp.int32)
+    step_positions = last[:, None] + jnp.arange(config.query_len, dtype=jnp.int32)[None]
     tokens = jnp.concatenate([take(known, last[:, None]), draft(config, known, last)], axis=1)
     positions = jnp.where(live[:, None], step_positions, -1)
     return Rows(tokens.ravel(), jnp.repeat(slots, config.query_len), positions.ravel())
@@ -343,12 +344,13 @@ def decode_rows(config: Config, state: State, decode_slots: jax.Array) -> Rows:
 
 def draft(config: Config, known: jax.Array, last: jax.Array) -> jax.Array:
     """Guesses the next L - 1 tokens: what followed the last two tokens when last seen."""
-    at = jnp.arange(known.shape[1], dtype=jnp.int32)
+    at = jnp.arange(known.shape[1], dtype=jnp.int32)[None]
     before = jnp.roll(known, 1, axis=1)
     again = (known == take(known, last[:, None])) & (before == take(known, last[:, None] - 1))
     again &= (at > 0) & (at < last[:, None])
     seen = jnp.where(again, at, -1).max(axis=1)
-    return take(known, seen[:, None] + 1 + jnp.arange(config.query_len - 1, dtype=jnp.int32))
+    following = jnp.arange(1, config.query_len, dtype=jnp.int32)[None]
+    return take(known, seen[:, None] + following)
 
 
 def take(known: jax.Array, positions: jax.Array) -> jax.Array:
@@ -383,9 +385,10 @@ def accept(
     length = position + 1
     room = state.targets[slots] - length
     count = jnp.where(position >= 0, jnp.minimum(right + 1, room), 0)
-    decoded = jnp.where(jnp.arange(config.query_len) < count[:, None], best, -1)
+    ahead = jnp.arange(config.query_len, dtype=jnp.int32)[None]
+    decoded = jnp.where(ahead < count[:, None], best, -1)
     slots = jnp.where(count > 0, slots, state.lengths.shape[0])  # past the end: dropped
-    where = length[:, None] + jnp.arange(config.query_len, dtype=jnp.int32)
+    where = length[:, None] + ahead
     where = jnp.where(decoded >= 0, where, state.tokens.shape[1])
     return decoded, state._replace(
         tokens=state.tokens.at[slots[:, None], where].set(decoded, mode="drop"),

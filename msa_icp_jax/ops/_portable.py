@@ -58,6 +58,7 @@ def pages_of(
     """
     width = block_table.shape[1]
     entries = jnp.take(block_table, jnp.minimum(columns, width - 1), axis=1)
+    columns = columns[None]
     used = (columns < width) & (columns < cdiv(lengths, page_size)[:, None])
     return jnp.where(used & (entries >= 0) & (entries < num_pages), entries, -1)
 
@@ -94,7 +95,7 @@ def column_scores(
     ).reshape(groups, tokens, heads, count, shard.rows)
 
     first = columns * shard.page_size + shard.rank * shard.rows
-    key_positions = first[:, None] + jnp.arange(shard.rows, dtype=jnp.int32)
+    key_positions = (first[:, None] + jnp.arange(shard.rows, dtype=jnp.int32)[None])[None, None]
     visible = (
         (pages >= 0)[:, None, :, None]
         & (key_positions <= positions[:, :, None, None])

@@ -132,7 +132,7 @@ def lower(function: Callable[..., Any], *arguments: Any) -> Lowered:
       Unlaunchable: an operand or a result is computed outside kernels.
     """
     leaves = jax.tree.leaves(arguments)
-    with on_cpu():
+    with on_cpu(), jax.enable_x64(False):  # Python ints between kernels are no 64-bit buffers
         folded = functools.partial(_evaluate, jax.make_jaxpr(function)(*arguments))
         lowered = jax.jit(folded, keep_unused=True).trace(*leaves)
         module = lowered.lower(lowering_platforms=("cuda",)).compiler_ir()

@@ -113,7 +113,8 @@ def launch(
     )
 
     def call(*operands: Any) -> Any:
-        return jax.tree.map(_whole, kernel(*map(_whole, operands)))
+        with jax.enable_x64(False):  # with it on, the body's Python ints would be 64 bits wide
+            return jax.tree.map(_whole, kernel(*map(_whole, operands)))
 
     return call
 

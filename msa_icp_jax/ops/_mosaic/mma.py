@@ -188,10 +188,10 @@ def _score_stock(scratch: dict[str, Any], step: Step, scorer: Scorer) -> None:
     keys = scratch["slots"][slot].astype(jnp.float32)
     products = jnp.einsum("nd,prd->npr", scratch["queries"][...], keys)
     page = step.number * STEP_PAGES + jnp.arange(STEP_PAGES)
-    at = page[:, None] * ring.batch.page_size + jnp.arange(ring.rows)
+    at = page[:, None] * ring.batch.page_size + jnp.arange(ring.rows)[None]
     token = jnp.arange(scorer.query_rows) // NUM_HEADS
-    visible = at <= (step.room + token)[:, None, None]
-    visible &= (pages_of_step(scratch["page_ids"], step.count) >= 0)[:, None]
+    visible = at[None] <= (step.room + token)[:, None, None]
+    visible &= (pages_of_step(scratch["page_ids"], step.count) >= 0)[None, :, None]
     best = jnp.where(visible & ~jnp.isnan(products), products, _LOWEST).max(axis=2)
     scratch["found"][:, pl.ds(step.number * STEP_PAGES, STEP_PAGES)] = best
 

@@ -262,9 +262,9 @@ def _page_maxima_stock(
     products = products.reshape(ROWS // 2, pages.count, pages.rows)
     if causal is not None:
         page, key = jnp.arange(pages.count), jnp.arange(pages.rows)
-        at = causal.first_key + page[:, None] * pages.size + key
+        at = causal.first_key + page[:, None] * pages.size + key[None]
         seen = _seen_stock(causal)[m * ROWS // 2 :][: ROWS // 2]
-        products = jnp.where(at < seen[:, None, None], products, -jnp.inf)
+        products = jnp.where(at[None] < seen[:, None, None], products, -jnp.inf)
     return jnp.where(jnp.isnan(products), -jnp.inf, products).max(axis=2)
 
 

@@ -44,7 +44,7 @@ def decode_scores(
         first = jnp.minimum(i * step, columns - step)  # the last step may score columns again
         cols = first + jnp.arange(step, dtype=jnp.int32)
         old = lax.dynamic_slice(plane, start_at(0, 0, first), (tokens, NUM_HEADS, step))
-        new = jnp.where((cols < written[:, None])[:, None], score_step(cols), old)
+        new = jnp.where((cols[None] < written[:, None])[:, None], score_step(cols), old)
         return lax.dynamic_update_slice(plane, new, start_at(0, 0, first))
 
     score_out = vary_as(score_out, index_q, index_k, block_table, seq_lens, rank)
@@ -67,7 +67,7 @@ class _ScoreStep:
         self.block_table = block_table
         self.lengths = jnp.maximum(seq_lens, 0)
         token = jnp.arange(decode_query_len, dtype=jnp.int32) - decode_query_len
-        self.positions = self.lengths[:, None] + token
+        self.positions = self.lengths[:, None] + token[None]
 
     def __call__(self, columns: jax.Array) -> jax.Array:
         pages = _portable.pages_of(

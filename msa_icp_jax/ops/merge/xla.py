@@ -42,7 +42,7 @@ def merge_rows(
     if generations is None:
         arrived = received[..., rows.ROW_WORDS - 1] == rows.READY
     else:
-        arrived = (received[..., 1] == generations[..., None]).all(-1)
+        arrived = (received[..., 1] == generations[None, ..., None]).all(-1)
         received = received[..., 0]
     words, ids = (_by_token(x) for x in rows.unpack(received))
     best = _best_ids(words, ids, num_valid_pages[:, None, None], init_blocks, local_blocks)

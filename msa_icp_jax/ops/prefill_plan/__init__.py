@@ -7,6 +7,7 @@ nothing is read back to the host.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,8 @@ def msa_icp_index_score_sharded_plan(
     ends = np.cumsum(qo_lens, dtype=np.int64)
     checks.integer("sum(qo_segment_lens)", int(ends[-1]) if ends.size else 0, 0, MAX_INT32)
     starts = np.concatenate([[0], ends]).astype(np.int32)
-    with jax.default_device(device):
+    # default_device(None) would not leave a configured default as it is.
+    with jax.default_device(device) if device is not None else contextlib.nullcontext():
         plan = MSAIcpScorePlan(
             jnp.asarray(starts[:-1]),
             jnp.asarray(qo_lens),

@@ -58,7 +58,7 @@ def prefill_scores(
             scores = jnp.where(scores == _portable.NEG_INF, scores, scores * sm_scale)
             start = start_at(tile.start, 0, first)
             old = lax.dynamic_slice(plane, start, scores.shape)
-            write = (tile.live[:, None] & (cols < causal[:, None]))[:, None]
+            write = (tile.live[:, None] & (cols[None] < causal[:, None]))[:, None]
             # A product with sm_scale can make a zero negative again.
             new = jnp.where(write, jnp.where(scores == 0, 0.0, scores), old)
             return lax.dynamic_update_slice(plane, new, start)
