@@ -40,15 +40,17 @@ class Weights(NamedTuple):
 
 
 def rms_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Gemma's: the weight is stored as what is added to 1."""
+    """Gemma's, of x [T, heads, 128]: the weight is stored as what is added to 1."""
     x = x.astype(jnp.float32)
-    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPS) * (1.0 + weight)
+    unit = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPS)
+    return unit * (1.0 + weight)[None, None]
 
 
 def rope(x: jax.Array, positions: jax.Array) -> jax.Array:
     """Rotates dimensions i and 32 + i of x [T, heads, 128] together, i < 32; 64 to 127 stay."""
     half = ROTARY_DIM // 2
-    angle = positions[:, None] * THETA ** (-jnp.arange(half) / half)
+    frequency = THETA ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[:, None].astype(jnp.float32) * frequency[None]
     cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
     a, b, rest = x[..., :half], x[..., half:ROTARY_DIM], x[..., ROTARY_DIM:]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)

@@ -37,8 +37,8 @@ def attend(
       ids: int32 [B, 16], a valid prefix, then -1.
       seq_lens: int32 [B].
     """
-    position = jnp.arange(CONTEXT)
-    chosen = (ids[:, :, None] == position // 128).any(1)  # -1 is no block
+    position = jnp.arange(CONTEXT)[None]
+    chosen = (ids[:, :, None] == (position // 128)[None]).any(1)  # -1 is no block
     seen = chosen & (position < seq_lens[:, None])
     scores = jnp.einsum("bhd,bkd->bhk", q, k, precision="highest") * HEAD_DIM**-0.5
     weight = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)

@@ -1,7 +1,7 @@
 """Gives JAX four virtual CPU devices, one for each rank of the largest group, and no promotions.
 
-The flag counts only until JAX starts its backend, the modes only until JAX is imported (here, and in
-processes that tests start), so they are set before any test module is imported.
+The flag counts only until JAX starts its backend, the modes (of processes that tests start, too)
+only until JAX is imported, so they are set before any test module is imported.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""JAX's own modes, which a program sets for all its libraries: none is needed, none is a reason to fail.
+"""JAX's own modes, which a program sets for all its libraries: none is needed, none a failure.
 
 Rank promotion "raise" and dtype promotion "strict" are on in every test of this suite: conftest.
 """
