@@ -33,6 +33,7 @@ from msa_icp_jax.comm import (
     COLLECTIVE,
     ONE_SIDED,
     MSAIcpComm,
+    after_merge,
     check_comm,
     comm_specs,
     exchange,
@@ -41,14 +42,15 @@ from msa_icp_jax.comm import (
     place_collective_comm,
     place_one_sided_comm,
     resolve_transport,
-    store_legacy,
-    store_tagged,
+    slot_of,
+    store_in_slot,
 )
 from msa_icp_jax.geometry import (
     HEAD_DIM,
     MAX_INT32,
     MAX_SUM,
     NUM_HEADS,
+    NUM_SLOTS,
     TOPK,
     IndexerGeometry,
     check_query_len,
@@ -66,7 +68,6 @@ from msa_icp_jax.ops.prefill_score import (
     select_columns,
 )
 from msa_icp_jax.ops.select import (
-    MSAIcpRows,
     by_owner,
     check_slot,
     msa_icp_topk_select_prefill,
@@ -248,8 +249,67 @@ class MSAIcpIndexerPlan:
         is_one_sided = self._is_one_sided(comm)
         if not is_one_sided or self.rank is None or self._axis_size() is not None:
             self._require_axis("decode")
-        most = self.geometry.max_decode_query_len
-        decode_query_len = check_query_len("decode_query_len", decode_query_len, most)
+        checks.array("num_valid_pages", num_valid_pages, jnp.int32, None)
+        tokens, heads = num_valid_pages.shape[0], self.geometry.heads_per_rank
+        if output is None:
+            output = jnp.full((tokens, heads, TOPK), rows.NO_BLOCK, jnp.int32)
+        checks.array("output", output, jnp.int32, AtLeast(tokens), heads, TOPK)
+        options: dict[str, Any] = {"slot": slot, "tagged": tagged, "enable_pdl": enable_pdl}
+        found, scores, comm = self.decode_local(
+            index_q,
+            index_k,
+            block_table,
+            seq_lens,
+            num_valid_pages,
+            scores,
+            comm=comm,
+            decode_query_len=decode_query_len,
+            fused=fused,
+            **options,
+        )
+        received = found
+        if received is not None:
+            received = exchange_in_slot(received, check_slot(slot), self.axis_name)
+        output, comm = self.decode_merge(received, num_valid_pages, output, comm=comm, **options)
+        return output, scores, comm
+
+    def decode_local(
+        self,
+        index_q: jax.Array,
+        index_k: jax.Array,
+        block_table: jax.Array,
+        seq_lens: jax.Array,
+        num_valid_pages: jax.Array,
+        scores: jax.Array | None = None,
+        *,
+        comm: MSAIcpComm | None = None,
+        slot: int | jax.Array = 0,
+        tagged: bool = False,
+        decode_query_len: int,
+        enable_pdl: bool = True,
+        fused: bool | None = None,
+    ) -> tuple[jax.Array | None, jax.Array | None, MSAIcpComm | None]:
+        """Scores a decode against this rank's keys and keeps every token's local Top16.
+
+        The rows are as they are sent: whoever sends them may mark them with the call on their way
+        (`msa_icp_jax.comm.exchange_in_slot` does), but `decode_merge` takes them as they were.
+
+        Args:
+          index_q, index_k, block_table, seq_lens, num_valid_pages, scores, decode_query_len,
+            enable_pdl, fused: as in `decode`.
+          comm: persistent receive storage, whose publish counters tag the rows; None: all tags
+            are 1.
+          slot, tagged: as in `decode`.
+
+        Returns:
+          (rows, scores, comm): candidate rows to send, by owner, int32 [W, hpr, T, 33] or tagged
+          [W, hpr, T, 32, 2], or None where the select has stored them at their owners (a comm of
+          the one-sided transport); the score plane with the requests' columns written; the storage,
+          of tagged rows with the publish counters advanced.
+
+        Raises:
+          TypeError, ValueError: an argument has the wrong dtype, shape or value.
+        """
         tokens = self._check_decode(
             index_q,
             index_k,
@@ -257,59 +317,91 @@ class MSAIcpIndexerPlan:
             seq_lens,
             num_valid_pages,
             scores,
-            output,
             decode_query_len,
         )
-        slot = checks.index("slot", slot, MAX_INT32 + 1) if is_one_sided else check_slot(slot)
-        checks.flag("tagged", tagged)
-        checks.flag("enable_pdl", enable_pdl)
-        if tagged and self.geometry.num_sparse_layers < 2:
-            raise ValueError(
-                "tagged=True needs num_sparse_layers >= 2 (a slot may be reused only two calls "
-                f"later), got num_sparse_layers {self.geometry.num_sparse_layers}"
-            )
-        if comm is not None:
-            self.check_comm(comm)
+        slot = self._check_exchange(comm, slot, tagged, enable_pdl)
         fused = programs.is_decode_fused(self, block_table.shape[0], fused)
-        if output is None:
-            output = jnp.full(
-                (tokens, self.geometry.heads_per_rank, TOPK), rows.NO_BLOCK, jnp.int32
-            )
         plane = scores
         if plane is None or fused:
             shape = (tokens, NUM_HEADS, self.geometry.score_columns)
             plane = jnp.full(shape, -jnp.inf, jnp.float32)
-        if tokens == 0:
-            return output, scores if fused else plane, comm
+        plane = self._score(
+            (index_q, index_k, block_table, seq_lens), plane, decode_query_len, enable_pdl
+        )
+        if comm is not None and self._is_one_sided(comm):
+            found = None
+            if tokens:
+                options = self._one_sided_options(slot, tagged, enable_pdl)
+                comm = one_sided.select_and_publish(plane, num_valid_pages, comm, **options)
+        else:
+            found, comm = self._select(plane, num_valid_pages, comm, slot, tagged, enable_pdl)
+        return found, scores if fused else plane, comm
 
-        if comm is not None and is_one_sided:
-            plane = self._score(
-                (index_q, index_k, block_table, seq_lens), plane, decode_query_len, enable_pdl
-            )
-            options: dict[str, Any] = {
-                "geometry": self.geometry,
-                "rank": self._rank(),
-                "slot": slot,  # which the kernels take mod 3, without an operation before them
-                "tagged": tagged,
-                "enable_pdl": enable_pdl,
-            }
-            comm = one_sided.select_and_publish(plane, num_valid_pages, comm, **options)
-            output, comm = one_sided.merge_published(num_valid_pages, output, comm, **options)
-            return output, scores if fused else plane, comm
-        storage = comm if comm is not None else MSAIcpComm.zeros(self.geometry.world_size, tokens)
-        message, plane = self._score_select(
-            (index_q, index_k, block_table, seq_lens),
+    def decode_merge(
+        self,
+        received: jax.Array | None,
+        num_valid_pages: jax.Array,
+        output: jax.Array,
+        *,
+        comm: MSAIcpComm | None = None,
+        slot: int | jax.Array = 0,
+        tagged: bool = False,
+        enable_pdl: bool = True,
+    ) -> tuple[jax.Array, MSAIcpComm | None]:
+        """Merges every rank's candidates of the owned heads.
+
+        Args:
+          received: int32 [W, hpr, T, 33] or tagged [W, hpr, T, 32, 2], by source rank: what
+            `decode_local` gave there. None where it gave None: the merge waits for the rows.
+          num_valid_pages: int32 [T], visible blocks of each token.
+          output: int32 [>= T, hpr, 16] to write into.
+          comm: the storage that `decode_local` returned, through which the rows go; None: they are
+            merged as they came.
+          slot, tagged, enable_pdl: as in `decode`.
+
+        Returns:
+          (output, comm): ids int32 ascending with a -1 tail, and the storage after the call.
+
+        Raises:
+          TypeError, ValueError: an argument has the wrong dtype, shape or value.
+        """
+        geometry = self.geometry
+        slot = self._check_exchange(comm, slot, tagged, enable_pdl)
+        checks.array("num_valid_pages", num_valid_pages, jnp.int32, None)
+        tokens, heads = num_valid_pages.shape[0], geometry.heads_per_rank
+        checks.integer("T = num_valid_pages.shape[0]", tokens, 0, geometry.max_decode_tokens)
+        checks.array("output", output, jnp.int32, AtLeast(tokens), heads, TOPK)
+        if comm is not None and self._is_one_sided(comm):
+            if received is not None:
+                raise ValueError("received must be None for rows stored at their owners, got rows")
+            if tokens:
+                options = self._one_sided_options(slot, tagged, enable_pdl)
+                output, comm = one_sided.merge_published(num_valid_pages, output, comm, **options)
+            return output, comm
+        row = (rows.TAGGED_WORDS, 2) if tagged else (rows.ROW_WORDS,)
+        checks.array("received", received, jnp.int32, geometry.world_size, heads, tokens, *row)
+        assert received is not None  # as checked
+        if comm is None:
+            recv_slot, errors = received, jnp.zeros(1, jnp.int32)
+            expected = jnp.zeros((heads, tokens), jnp.int32) if tagged else None
+        else:
+            comm = store_in_slot(comm, slot, received, tagged)
+            (recv_slot, expected), errors = slot_of(comm, slot, tagged), comm.errors
+        merged = msa_icp_merge_candidates(
+            recv_slot,
             num_valid_pages,
-            plane,
-            decode_query_len=decode_query_len,
+            output,
+            errors,
+            init_blocks=geometry.init_blocks,
+            local_blocks=geometry.local_blocks,
             enable_pdl=enable_pdl,
-            generations=storage.publish_generations if tagged else None,
-            slot=slot,
+            expected_generations=expected,
+            backend=self.backend,
         )
-        output, storage = self._exchange_merge(
-            message, num_valid_pages, output, storage, slot, enable_pdl
-        )
-        return output, scores if fused else plane, storage if comm is not None else None
+        if comm is not None:
+            after = merged.recv_slot, merged.expected_generations, merged.errors
+            comm = after_merge(comm, slot, *after)
+        return merged.output, comm
 
     def prefill_window_plan(
         self,
@@ -469,8 +561,6 @@ class MSAIcpIndexerPlan:
         """
         self._require_axis("prefill_exchange")
         checks.array("carrier", carrier, jnp.int32, NUM_HEADS, None, rows.ROW_WORDS)
-        if carrier.shape[1] == 0:
-            return by_owner(carrier, self.geometry.world_size)
         return exchange(by_owner(carrier, self.geometry.world_size), self.axis_name)
 
     def prefill_merge(
@@ -750,47 +840,6 @@ class MSAIcpIndexerPlan:
         """
         programs.warmup(self, num_pages, table_width, batch_sizes, query_lens, mesh, page_rows)
 
-    def _exchange_merge(
-        self,
-        message: MSAIcpRows,
-        num_valid_pages: jax.Array,
-        output: jax.Array,
-        storage: MSAIcpComm,
-        slot: Any,
-        enable_pdl: bool,
-    ) -> tuple[jax.Array, MSAIcpComm]:
-        """Sends the rows to their owners, through one slot of the storage, and merges them."""
-        tagged = message.generations is not None
-        name = "tagged_recv" if tagged else "recv"
-        store = store_tagged if tagged else store_legacy
-        received = exchange_in_slot(message.rows, slot, self.axis_name)
-        recv = store(getattr(storage, name), slot, received)
-        merged = msa_icp_merge_candidates(
-            lax.dynamic_index_in_dim(recv, slot, keepdims=False),
-            num_valid_pages,
-            output,
-            storage.errors,
-            init_blocks=self.geometry.init_blocks,
-            local_blocks=self.geometry.local_blocks,
-            enable_pdl=enable_pdl,
-            expected_generations=(
-                lax.dynamic_index_in_dim(storage.expected_generations, slot, keepdims=False)
-                if tagged
-                else None
-            ),
-            backend=self.backend,
-        )
-        updates = {
-            name: lax.dynamic_update_index_in_dim(recv, merged.recv_slot, slot, 0),
-            "errors": merged.errors,
-        }
-        if tagged:
-            updates["publish_generations"] = message.generations
-            updates["expected_generations"] = lax.dynamic_update_index_in_dim(
-                storage.expected_generations, merged.expected_generations, slot, 0
-            )
-        return merged.output, dataclasses.replace(storage, **updates)
-
     def _is_one_sided(self, comm: MSAIcpComm | None) -> bool:
         """Whether a call with this comm stores its rows at their owners itself."""
         if self.transport != ONE_SIDED:
@@ -802,18 +851,29 @@ class MSAIcpIndexerPlan:
             )
         return isinstance(comm, MSAIcpComm) and (comm.is_one_sided or not self.comm_optional)
 
-    def _score_select(
+    def _one_sided_options(self, slot: Any, tagged: bool, enable_pdl: bool) -> dict[str, Any]:
+        return {
+            "geometry": self.geometry,
+            "rank": self._rank(),
+            "slot": slot,  # which the kernels take mod 3, without an operation before them
+            "tagged": tagged,
+            "enable_pdl": enable_pdl,
+        }
+
+    def _select(
         self,
-        inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
-        num_valid_pages: jax.Array,
         scores: jax.Array,
-        *,
-        decode_query_len: int,
+        num_valid_pages: jax.Array,
+        comm: MSAIcpComm | None,
+        slot: Any,
+        tagged: bool,
         enable_pdl: bool,
-        **counters: Any,
-    ) -> tuple[MSAIcpRows, jax.Array]:
+    ) -> tuple[jax.Array, MSAIcpComm | None]:
+        """The rows to send, and the storage with the counters of tagged ones advanced."""
         geometry, rank = self.geometry, self._rank()
-        scores = self._score(inputs, scores, decode_query_len, enable_pdl)
+        counters = jnp.zeros((NUM_SLOTS, NUM_HEADS, num_valid_pages.shape[0]), jnp.int32)
+        if comm is not None:
+            counters = comm.publish_generations
         message = msa_icp_topk_select_publish(
             scores,
             num_valid_pages,
@@ -824,11 +884,14 @@ class MSAIcpIndexerPlan:
             force_end_blocks=geometry.local_blocks,
             index_scale=geometry.index_scale,
             index_offset=geometry.index_offset(rank),
+            generations=counters if tagged else None,
+            slot=slot,
             enable_pdl=enable_pdl,
             backend=self.backend,
-            **counters,
         )
-        return message, scores
+        if comm is not None and message.generations is not None:
+            comm = dataclasses.replace(comm, publish_generations=message.generations)
+        return message.rows, comm
 
     def _score(
         self,
@@ -891,11 +954,12 @@ class MSAIcpIndexerPlan:
         seq_lens: Any,
         num_valid_pages: Any,
         scores: Any,
-        output: Any,
         decode_query_len: int,
     ) -> int:
-        """Checks decode's arrays against the plan's limits; returns T."""
+        """Checks the arrays that decode scores against the plan's limits; returns T."""
         geometry = self.geometry
+        most = geometry.max_decode_query_len
+        decode_query_len = check_query_len("decode_query_len", decode_query_len, most)
         checks.array("block_table", block_table, jnp.int32, None, AtLeast(1))
         requests = block_table.shape[0]
         checks.integer("block_table.shape[0] (requests)", requests, 0, geometry.max_num_seqs)
@@ -908,10 +972,22 @@ class MSAIcpIndexerPlan:
         if scores is not None:
             columns = geometry.score_columns
             checks.array("scores", scores, jnp.float32, AtLeast(tokens), NUM_HEADS, columns)
-        if output is not None:
-            heads = geometry.heads_per_rank
-            checks.array("output", output, jnp.int32, AtLeast(tokens), heads, TOPK)
         return tokens
+
+    def _check_exchange(self, comm: Any, slot: Any, tagged: Any, enable_pdl: Any) -> Any:
+        """Checks how decode's rows travel; returns the slot, mod 3 unless they go one-sidedly."""
+        is_one_sided = self._is_one_sided(comm)
+        slot = checks.index("slot", slot, MAX_INT32 + 1) if is_one_sided else check_slot(slot)
+        checks.flag("tagged", tagged)
+        checks.flag("enable_pdl", enable_pdl)
+        if tagged and self.geometry.num_sparse_layers < 2:
+            raise ValueError(
+                "tagged=True needs num_sparse_layers >= 2 (a slot may be reused only two calls "
+                f"later), got num_sparse_layers {self.geometry.num_sparse_layers}"
+            )
+        if comm is not None:
+            self.check_comm(comm)
+        return slot
 
     def _check_prefill(
         self,

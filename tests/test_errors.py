@@ -537,6 +537,23 @@ DECODE = {
 }
 METHODS: dict[Callable[..., Any], dict[str, Argument]] = {
     on_axis(PLAN.decode): DECODE,
+    on_axis(PLAN.decode_local): {k: v for k, v in DECODE.items() if k != "output"},
+    PLAN.decode_merge: {
+        "received": array(I32, WORLD, 1, TOKENS, 33).also(
+            Wrong(
+                np.zeros((WORLD, 1, TOKENS, 33), I32),
+                ValueError,
+                f"shape [{WORLD}, 1, {TOKENS}, 32, 2]",
+                f"got shape [{WORLD}, 1, {TOKENS}, 33]",
+                {"tagged": True},
+            )
+        ),
+        "num_valid_pages": array(I32, Free(TOKENS)).also(
+            Wrong(np.zeros(9, I32), ValueError, "must be an int in [0, 8]", "got 9")
+        ),
+        "output": OUTPUT,
+        **{name: DECODE[name] for name in ("comm", "slot", "tagged", "enable_pdl")},
+    },
     on_axis(ONE_LAYER.decode): {
         "index_q": Argument(np.zeros((TOKENS, 4, 128), F8), []),
         "index_k": Argument(INDEX_K.good, []),

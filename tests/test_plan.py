@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -365,6 +366,41 @@ def test_local_prefill_with_a_fixed_rank_needs_no_axis() -> None:
         everyone.plan.prefill_local(
             query, keys[0], table, window_plan, scratch[0], counts, carrier[0]
         )
+
+
+@pytest.mark.parametrize("with_comm", [False, True])
+@pytest.mark.parametrize("tagged", [False, True])
+def test_the_halves_of_decode_with_a_transport_of_the_callers(
+    tagged: bool, with_comm: bool
+) -> None:
+    """A fixed rank needs no axis; rows go from one half to the other as they are."""
+    everyone = Ranks(make_plan(2, 128, max_model_len=4096), None)
+    plans = [make_plan(2, 128, max_model_len=4096, rank=rank) for rank in range(2)]
+    case = random_decode([300, 0, 2400], 2, 128)
+    query, keys, *lengths, counts, planes, _ = everyone.decode_arrays(case)
+    comms = [plan.init_comm() if with_comm else None for plan in plans]
+    for slot in (1, 2, 4):
+        options = {"slot": slot, "tagged": tagged}
+        sent, output = [], []
+        for rank, plan in enumerate(plans):
+            local = jax.jit(functools.partial(plan.decode_local, decode_query_len=2, **options))
+            found, scores, comms[rank] = local(
+                query, keys[rank], *lengths, counts, planes[rank], comm=comms[rank]
+            )
+            plane = case.plane(everyone.plan, rank)
+            np.testing.assert_array_equal(scores, plane.over(np.asarray(planes[rank])))
+            sent.append(found)
+        for rank, plan in enumerate(plans):
+            received = jnp.stack([found[rank] for found in sent])
+            ids, comms[rank] = jax.jit(functools.partial(plan.decode_merge, **options))(
+                received, counts, jnp.full((6, 2, 16), 9), comm=comms[rank]
+            )
+            output.append(ids)
+        chains.check_output(everyone.plan, case, np.concatenate(output, axis=1))
+    for comm in comms:
+        assert (comm is not None) == with_comm
+        if comm is not None:
+            assert not comm.errors.any() and comm.publish_generations[1].max() == 2 * tagged
 
 
 def test_merge_needs_neither_rank_nor_axis() -> None:

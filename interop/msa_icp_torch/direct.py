@@ -133,21 +133,22 @@ class DirectRoute:
 
     def _rows(self, call: DecodeCall) -> tuple[Launches, torch.Tensor]:
         """Score and select; the launches, and the rows [W, hpr, T, 33] that they leave."""
-        select = self._program(kernels.select_rows, self._facts(), call.tokens, call.enable_pdl)
-        selected = select.bind((call.scores, call.num_valid_pages))
-        return [*self._scores(call), *selected], self._result(select)
+        local, launches = self._scorer(kernels.decode_local, call, call.num_valid_pages)
+        return launches, self._result(local)
 
-    def _scores(self, call: DecodeCall) -> Launches:
+    def _scorer(
+        self, lower: Callable[..., Lowered], call: DecodeCall, *counts: torch.Tensor
+    ) -> tuple[Program, Launches]:
+        """What scores a call, and its launches."""
         base, row_offset = pages.base_of(call.index_k)
         requests, width = call.block_table.shape
         batch = kernels.Batch(requests, call.query_len, tuple(base.shape), width)
-        facts = self._facts(row_offset)
-        scorer = self._program(kernels.decode_scores, facts, batch, call.enable_pdl)
+        scorer = self._program(lower, self._facts(row_offset), batch, call.enable_pdl)
         inputs = (call.index_q, base, call.block_table, call.seq_lens)
-        launches = scorer.bind((*inputs, call.scores))
+        launches = scorer.bind((*inputs, *counts, call.scores))
         if call.fused:
             launches.insert(0, (functools.partial(clear_scores, call.scores), None, None))
-        return launches
+        return scorer, launches
 
     def _one_sided(self, call: DecodeCall) -> Launches:
         """Score and select, the rows stored at their owners by the select."""
@@ -157,7 +158,7 @@ class DirectRoute:
             if call.tagged
             else (comm.recv_bases, slot, comm.errors)
         )
-        scores = self._scores(call)
+        _, scores = self._scorer(kernels.decode_scores, call)
         select = self._publishing_select(call.tokens, call.tagged, call.enable_pdl)
         return [*scores, *select.bind((call.scores, call.num_valid_pages, *peers))]
 
@@ -311,12 +312,12 @@ class DirectRoute:
             for requests, length in decode_shapes(geometry, batch_sizes, query_lens):
                 self._warm_exchange(requests * length, forms)
                 if index_k is not None:
-                    self._warm_scorer(requests, length, index_k, width)
+                    self._warm_local(requests, length, index_k, width, forms)
             if prefill:
                 self._warm_prefill(index_k, width, fused)
 
     def _warm_exchange(self, tokens: int, forms: Mapping[bool, Sequence[bool]]) -> None:
-        """What comes behind the scorer in a decode."""
+        """What comes behind the exchange in a decode, and sends the rows of a one-sided one."""
         facts = self._facts()
         for tagged, transports in forms.items():
             for one_sided in transports:
@@ -324,16 +325,22 @@ class DirectRoute:
                 self._program(kernels.merge_rows, facts, tokens, tagged, True, spin_limit)
                 if one_sided:
                     self._publishing_select(tokens, tagged, True)
-                else:
-                    self._program(kernels.select_rows, facts, tokens, True)
         self._warm_buffers(tokens)
 
-    def _warm_scorer(
-        self, requests: int, query_len: int, index_k: torch.Tensor, width: int
+    def _warm_local(
+        self,
+        requests: int,
+        query_len: int,
+        index_k: torch.Tensor,
+        width: int,
+        forms: Mapping[bool, Sequence[bool]],
     ) -> None:
         base, row_offset = pages.base_of(index_k)
         batch = kernels.Batch(requests, query_len, tuple(base.shape), width)
-        self._program(kernels.decode_scores, self._facts(row_offset), batch, True)
+        transports = {one_sided for wanted in forms.values() for one_sided in wanted}
+        for one_sided in sorted(transports):
+            lower = kernels.decode_scores if one_sided else kernels.decode_local
+            self._program(lower, self._facts(row_offset), batch, True)
 
     def _warm_buffers(self, tokens: int) -> None:
         """Allocates what the exchanges take."""

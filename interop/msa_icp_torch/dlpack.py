@@ -22,8 +22,8 @@ from msa_icp_torch.calls import DecodeCall, PrefillCall, clear_scores
 from msa_icp_torch.warmup import Warmup
 from msa_icp_torch.window import WindowPlan
 
-# What crosses is one slot of these, and slots begin at multiples of 16 bytes: `Bridge.deliver`.
-_SLOTTED = ("comm.recv", "comm.tagged_recv")
+# They begin at multiples of 16 bytes, which JAX may not take as they are: `Bridge.deliver`.
+_STORAGE = ("comm.recv", "comm.tagged_recv")
 
 
 class DlpackRoute:
@@ -62,7 +62,7 @@ class DlpackRoute:
     ) -> None:
         """Raises unless JAX can write `written` in place, or it is the receive storage."""
         for name, tensor in written.items():
-            if name not in _SLOTTED:
+            if name not in _STORAGE:
                 self._bridge.check_written(name, tensor)
 
     def check_window_plan(self, window_plan: MSAIcpScorePlan) -> dict[str, torch.Tensor]:
@@ -86,7 +86,7 @@ class DlpackRoute:
             keep = self._bridge.kept
             keys, plan = self._import_index_k(call.index_k)
             counts = keep(call.num_valid_pages)
-            message = self._decode_message(call, plan, keys, counts)
+            message = self._decode_local(call, plan, keys, counts)
             received = torch.zeros_like(
                 message
             )  # no row of an earlier call where a peer sends less
@@ -165,7 +165,7 @@ class DlpackRoute:
 
     # ---- decode, on both sides of the exchange ----
 
-    def _decode_message(
+    def _decode_local(
         self,
         call: DecodeCall,
         plan: msa_icp_jax.MSAIcpIndexerPlan,
@@ -174,50 +174,50 @@ class DlpackRoute:
     ) -> torch.Tensor:
         """Scores and selects; returns the rows to send, [W, hpr, T, 33] or [W, hpr, T, 32, 2]."""
         fresh, keep = self._bridge.fresh, self._bridge.kept
-        generations = call.comm.publish_generations if call.tagged else None
-        program = programs.decode_rows(plan, call.query_len, call.enable_pdl, self._bridge.donates)
         if call.fused:
             clear_scores(call.scores)
-        message, new_scores, new_generations = program(
+        parts = self._parts(call, "publish_generations") if call.tagged else {}
+        program = programs.decode_local(
+            plan, call.query_len, call.tagged, call.enable_pdl, self._bridge.donates
+        )
+        message, new_scores, new_parts = program(
             (fresh(call.index_q), keys, keep(call.block_table), keep(call.seq_lens)),
             counts,
             self._slots[call.slot],
             fresh(call.scores),
-            None if generations is None else fresh(generations),
+            {name: fresh(part) for name, part in parts.items()},
         )
-        results = {"scores": (call.scores, new_scores)}
-        if generations is not None:
-            results["comm.publish_generations"] = (generations, new_generations)
-        self._bridge.deliver(results)
+        self._bridge.deliver({"scores": (call.scores, new_scores)} | _results(parts, new_parts))
         return self._bridge.export(message)
 
     def _decode_merge(self, call: DecodeCall, received: torch.Tensor, counts: jax.Array) -> None:
         """Stores what came into the slot and merges it."""
-        fresh, comm = self._bridge.fresh, call.comm
-        name = "tagged_recv" if call.tagged else "recv"
-        recv_slot = getattr(comm, name)[call.slot]
-        if call.tagged:  # each int64 as the pair (word, generation): JAX has no 64-bit integers
-            recv_slot = recv_slot.view(torch.int32).unflatten(-1, (rows.TAGGED_WORDS, 2))
-        errors = comm.errors[:1]
-        expected = comm.expected_generations if call.tagged else None
-        merge = programs.decode_merge(self._plan, call.enable_pdl, self._bridge.donates)
-        new_slot, new_output, new_errors, new_expected = merge(
+        fresh = self._bridge.fresh
+        if call.tagged:
+            parts = self._parts(call, "tagged_recv", "expected_generations", "errors")
+        else:
+            parts = self._parts(call, "recv", "errors")
+        merge = programs.decode_merge(
+            self._plan, call.tagged, call.enable_pdl, self._bridge.donates
+        )
+        new_output, new_parts = merge(
             fresh(received),
             counts,
             self._slots[call.slot],
-            fresh(recv_slot),
             fresh(call.output),
-            fresh(errors),
-            None if expected is None else fresh(expected),
+            {name: fresh(part) for name, part in parts.items()},
         )
-        results = {
-            f"comm.{name}": (recv_slot, new_slot),
-            "output": (call.output, new_output),
-            "comm.errors": (errors, new_errors),
-        }
-        if expected is not None:
-            results["comm.expected_generations"] = (expected, new_expected)
-        self._bridge.deliver(results)
+        self._bridge.deliver({"output": (call.output, new_output)} | _results(parts, new_parts))
+
+    def _parts(self, call: DecodeCall, *names: str) -> dict[str, torch.Tensor]:
+        """Parts of the receive storage as JAX has them."""
+        parts = {name: getattr(call.comm, name) for name in names}
+        if "errors" in parts:
+            parts["errors"] = parts["errors"][:1]
+        if "tagged_recv" in parts:  # each int64 as (word, generation): JAX has no 64-bit integers
+            pairs = parts["tagged_recv"].view(torch.int32)
+            parts["tagged_recv"] = pairs.unflatten(-1, (rows.TAGGED_WORDS, 2))
+        return parts
 
     def _import_index_k(
         self, index_k: torch.Tensor
@@ -236,6 +236,13 @@ class DlpackRoute:
                 stacklevel=4,
             )
         return self._bridge.fresh(index_k.contiguous()), self._plan
+
+
+def _results(
+    parts: dict[str, torch.Tensor], new: dict[str, jax.Array]
+) -> dict[str, tuple[torch.Tensor, jax.Array]]:
+    """Parts of the receive storage and what replaces them, for `Bridge.deliver`."""
+    return {f"comm.{name}": (part, new[name]) for name, part in parts.items()}
 
 
 @functools.cache

@@ -20,7 +20,6 @@ from msa_icp_jax import (
     MSAIcpScorePlan,
     msa_icp_decode_index_score_sharded,
     msa_icp_topk_select_prefill,
-    msa_icp_topk_select_publish,
     rows,
 )
 from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, NUM_SLOTS, TOPK
@@ -174,23 +173,17 @@ def decode_scores(facts: Facts, batch: Batch, pdl: bool) -> Lowered:
 
 
 @functools.cache
-def select_rows(facts: Facts, tokens: int, pdl: bool) -> Lowered:
-    """``(scores, num_valid_pages)`` to rows."""
-    geometry = facts.geometry
+def decode_local(facts: Facts, batch: Batch, pdl: bool) -> Lowered:
+    """``(index_q, index_k, block_table, seq_lens, num_valid_pages, scores)`` to rows.
 
-    def run(scores: Any, counts: Any) -> Any:
-        return msa_icp_topk_select_publish(
-            scores,
-            counts,
-            rank=facts.rank,
-            world_size=geometry.world_size,
-            heads_per_rank=geometry.heads_per_rank,
-            enable_pdl=pdl,
-            backend="mosaic",
-            **facts.columns,
-        ).rows
+    Scores are written.
+    """
 
-    return facts.lower(run, facts.plane(tokens), _array(tokens))
+    def run(*arrays: Any) -> Any:
+        options: dict[str, Any] = {"decode_query_len": batch.query_len, "enable_pdl": pdl}
+        return facts.plan.decode_local(*arrays, fused=False, **options)[0]
+
+    return facts.lower(run, *batch.arrays, _array(batch.tokens), facts.plane(batch.tokens))
 
 
 @functools.cache

@@ -405,8 +405,9 @@ class MSAIcpIndexerPlan:
         captured into CUDA graphs afterwards.
 
         Args:
-          index_k: the index-key cache. Without it only what comes behind the scorers is compiled:
-            their programs depend on its shape.
+          index_k: the index-key cache. Without it only what comes behind the exchange is compiled,
+            and a select that stores its rows at their owners: a scorer's program depends on its
+            shape.
           table_width: columns of the block tables; None: pages of a context of max_model_len.
           batch_sizes: request counts of decode; None: max_num_seqs, as far as max_decode_tokens
             allows.

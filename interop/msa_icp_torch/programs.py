@@ -6,115 +6,81 @@ caller's buffers. Buffers come last; None stands for one that a mode does not ha
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
-from jax import lax
 
-from msa_icp_jax import (
-    MSAIcpIndexerPlan,
-    MSAIcpScorePlan,
-    msa_icp_decode_index_score_sharded,
-    msa_icp_merge_candidates,
-    msa_icp_topk_select_publish,
-)
-from msa_icp_jax.comm import mark_rows, store_legacy, store_tagged
+from msa_icp_jax import MSAIcpComm, MSAIcpIndexerPlan, MSAIcpScorePlan
+from msa_icp_jax.comm import mark_rows
 
 
 @functools.cache
-def decode_rows(plan: MSAIcpIndexerPlan, query_len: int, enable_pdl: bool, donate: bool) -> Any:
-    """Score and select: ``f(inputs, num_valid_pages, slot, scores, generations)``.
+def decode_local(
+    plan: MSAIcpIndexerPlan, query_len: int, tagged: bool, enable_pdl: bool, donate: bool
+) -> Any:
+    """Score and select: ``f(inputs, num_valid_pages, slot, scores, parts)``.
 
-    `inputs` are index_q, index_k, block_table, seq_lens; `generations` is None for legacy rows.
-    Returns (message, scores, generations); the message is marked
-    with the call (see `comm.exchange_in_slot`), as `decode_merge` expects it.
+    `inputs` are index_q, index_k, block_table, seq_lens, and `parts` of the receive storage those
+    that the form of rows takes: none, or the publish counters. Returns (rows, scores, parts); the
+    rows are marked with the call (see `comm.exchange_in_slot`), as `decode_merge` expects them.
     """
-    geometry, rank = plan.geometry, _rank(plan)
-    shard: dict[str, Any] = {
-        "rank": rank,
-        "world_size": geometry.world_size,
-        "page_size": geometry.page_size,
-        "decode_query_len": query_len,
-        "precision": plan.precision,
-        "row_offset": geometry.row_offset,
-    }
-    select: dict[str, Any] = {
-        "force_begin_blocks": geometry.init_blocks,
-        "force_end_blocks": geometry.local_blocks,
-    }
-    launch: dict[str, Any] = {"enable_pdl": enable_pdl, "backend": plan.backend}
 
-    def rows(inputs: Any, num_valid_pages: Any, slot: Any, scores: Any, generations: Any) -> Any:
+    def local(inputs: Any, num_valid_pages: Any, slot: Any, scores: Any, parts: Any) -> Any:
         index_q, index_k, block_table, seq_lens = inputs
-        scores = msa_icp_decode_index_score_sharded(
+        found, scores, comm = plan.decode_local(
             index_q,
             index_k,
             block_table,
             seq_lens,
-            scores,
-            max_decode_query_len=geometry.max_decode_query_len,
-            **shard,
-            **launch,
-        )
-        message = msa_icp_topk_select_publish(
-            scores,
             num_valid_pages,
-            rank=rank,
-            world_size=geometry.world_size,
-            heads_per_rank=geometry.heads_per_rank,
-            index_scale=geometry.index_scale,
-            index_offset=geometry.index_offset(rank),
-            generations=generations,
+            scores,
+            comm=_comm(plan, parts),
             slot=slot,
-            **select,
-            **launch,
+            tagged=tagged,
+            decode_query_len=query_len,
+            enable_pdl=enable_pdl,
+            fused=False,
         )
-        return mark_rows(message.rows, slot, 1), scores, message.generations
+        assert found is not None  # the plan's transport is the collective
+        return mark_rows(found, slot, 1), scores, _parts(comm, parts)
 
-    return _jit(rows, donate, 3, 4)
+    return _jit(local, donate, 3, 4)
 
 
 @functools.cache
-def decode_merge(plan: MSAIcpIndexerPlan, enable_pdl: bool, donate: bool) -> Any:
-    """Store and merge: ``f(received, num_valid_pages, slot, recv_slot, output, errors, expected)``.
+def decode_merge(plan: MSAIcpIndexerPlan, tagged: bool, enable_pdl: bool, donate: bool) -> Any:
+    """Store and merge: ``f(received, num_valid_pages, slot, output, parts)``.
 
-    `recv_slot` is one slot of the storage, `expected` all expected generations or None for legacy
-    rows. Returns (recv_slot, output, errors, expected).
+    `parts` of the receive storage are those that the form of rows takes: the rows, the faults, and
+    the expected counters of tagged rows. Returns (output, parts).
     """
-    geometry = plan.geometry
 
-    def merge(
-        received: Any,
-        num_valid_pages: Any,
-        slot: Any,
-        recv_slot: Any,
-        output: Any,
-        errors: Any,
-        expected: Any,
-    ) -> Any:
-        tagged = expected is not None
-        store = store_tagged if tagged else store_legacy
-        merged = msa_icp_merge_candidates(
-            store(recv_slot[None], 0, mark_rows(received, slot, -1))[0],
+    def merge(received: Any, num_valid_pages: Any, slot: Any, output: Any, parts: Any) -> Any:
+        output, comm = plan.decode_merge(
+            mark_rows(received, slot, -1),
             num_valid_pages,
             output,
-            errors,
-            init_blocks=geometry.init_blocks,
-            local_blocks=geometry.local_blocks,
+            comm=_comm(plan, parts),
+            slot=slot,
+            tagged=tagged,
             enable_pdl=enable_pdl,
-            expected_generations=(
-                lax.dynamic_index_in_dim(expected, slot, keepdims=False) if tagged else None
-            ),
-            backend=plan.backend,
         )
-        if tagged:
-            expected = lax.dynamic_update_index_in_dim(
-                expected, merged.expected_generations, slot, 0
-            )
-        return merged.recv_slot, merged.output, merged.errors, expected
+        return output, _parts(comm, parts)
 
-    return _jit(merge, donate, 3, 4, 5, 6)
+    return _jit(merge, donate, 3, 4)
+
+
+def _comm(plan: MSAIcpIndexerPlan, parts: dict[str, jax.Array]) -> MSAIcpComm:
+    """Storage that has these parts; nothing looks at the others, so no program makes them."""
+    geometry = plan.geometry
+    nothing = MSAIcpComm.zeros(geometry.world_size, geometry.max_decode_tokens)
+    return dataclasses.replace(nothing, **parts)
+
+
+def _parts(comm: MSAIcpComm | None, parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: getattr(comm, name) for name in parts}
 
 
 @functools.cache
@@ -166,11 +132,6 @@ def prefill_local(plan: MSAIcpIndexerPlan, fused: bool, donate: bool) -> Any:
 def prefill_merge(plan: MSAIcpIndexerPlan, donate: bool) -> Any:
     """``f(received, num_valid_pages, output)`` returning output."""
     return _jit(plan.prefill_merge, donate, 2)
-
-
-def _rank(plan: MSAIcpIndexerPlan) -> int:
-    assert plan.rank is not None  # a torch plan always has one
-    return plan.rank
 
 
 def _jit(function: Any, donate: bool, *buffers: int) -> Any:

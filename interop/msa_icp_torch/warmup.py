@@ -100,28 +100,27 @@ class Warmup:
         heads, capacity = limits.heads_per_rank, limits.max_decode_tokens
         row = (rows.TAGGED_WORDS, 2) if tagged else (rows.ROW_WORDS,)
         counts, slot = self._array(tokens), self._array()
-        merge = programs.decode_merge(plan, True, self.donates)
-        merge.lower(
-            self._array(limits.world_size, heads, tokens, *row),
-            counts,
-            slot,
-            self._array(limits.world_size, heads, capacity, *row),
-            self._array(tokens, heads, TOPK),
-            self._array(1),
-            self._array(NUM_SLOTS, heads, capacity) if tagged else None,
-        ).compile()
+        storage = self._array(NUM_SLOTS, limits.world_size, heads, capacity, *row)
+        parts = {"tagged_recv" if tagged else "recv": storage, "errors": self._array(1)}
+        sent = {}
+        if tagged:
+            parts["expected_generations"] = self._array(NUM_SLOTS, heads, capacity)
+            sent["publish_generations"] = self._array(NUM_SLOTS, NUM_HEADS, capacity)
+        merge = programs.decode_merge(plan, tagged, True, self.donates)
+        received = self._array(limits.world_size, heads, tokens, *row)
+        output = self._array(tokens, heads, TOPK)
+        merge.lower(received, counts, slot, output, parts).compile()
         if self.index_k is None:
             return
-        plane = self._plane(tokens, fused=False)
         inputs = (
             self._array(tokens, NUM_HEADS, HEAD_DIM, dtype=jnp.float8_e4m3fn),
             self.index_k,
             self._array(batch, self.table_width),
             self._array(batch),
         )
-        generations = self._array(NUM_SLOTS, NUM_HEADS, capacity) if tagged else None
-        local = programs.decode_rows(self.scorer_plan, query_len, True, self.donates)
-        local.lower(inputs, counts, slot, plane, generations).compile()
+        local = programs.decode_local(self.scorer_plan, query_len, tagged, True, self.donates)
+        plane = self._plane(tokens, fused=False)
+        local.lower(inputs, counts, slot, plane, sent).compile()
 
     def _plane(self, tokens: int, fused: bool) -> jax.ShapeDtypeStruct | None:
         if fused:

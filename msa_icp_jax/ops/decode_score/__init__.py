@@ -155,9 +155,21 @@ def msa_icp_decode_score_publish(
     """
     decode_query_len = geometry.check_query_len("decode_query_len", decode_query_len)
     world_size = geometry.check_world_size(world_size)
-    scale = geometry.column_scale(geometry.check_page_size(page_size))
-    checks.index("rank", rank, world_size)
-    checks.array("index_q", index_q, jnp.float8_e4m3fn, None, NUM_HEADS, HEAD_DIM)
+    page_size = geometry.check_page_size(page_size)
+    scale = geometry.column_scale(page_size)
+    _check_inputs(
+        index_q,
+        index_k,
+        block_table,
+        seq_lens,
+        rank,
+        world_size,
+        page_size,
+        decode_query_len,
+        enable_pdl,
+        precision,
+        row_offset,
+    )
     tokens = index_q.shape[0]
     checks.array("num_valid_pages", num_valid_pages, jnp.int32, tokens)
     geometry.check_forced(
