@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from msa_icp_jax.geometry import MAX_BLOCKS, TOPK
+from msa_icp_jax.geometry import MAX_BLOCKS, TOPK, cdiv, round_up
 
 ROW_WORDS = 2 * TOPK + 1
 TAGGED_WORDS = 2 * TOPK
@@ -28,7 +28,7 @@ NEG_ZERO_WORD = -0x80000000
 FORCED_KEY = 0x7FFFFFFF  # above the key of +inf
 INVALID_KEY = -0x80000000  # below the key of -inf
 
-_GROUP = 64  # columns of one group of the two-level Top16
+_SORTED = 128  # keys of the widest sort
 
 
 def order_keys(words: jax.Array) -> jax.Array:
@@ -65,20 +65,19 @@ def candidate_keys(
 def top16(keys: jax.Array) -> jax.Array:
     """Positions of the 16 largest keys of the last axis; among equal keys the first ones.
 
-    Long rows go through two levels: the 16 groups with the largest maxima hold all 16 winners,
-    since any key outside them is beaten by 16 group maxima that are larger or stand earlier.
+    No sort is wider than 128 keys. Longer rows are cut into at most 128 groups: the 16 groups with
+    the largest maxima hold all 16 winners, since any key outside them is beaten by 16 group maxima
+    that are larger or stand earlier. Of their members the winners are found in the same way.
     """
     size = keys.shape[-1]
-    if size <= 2 * TOPK * _GROUP:
-        keys = _pad_last(keys, max(size, TOPK))
-        return lax.top_k(keys, TOPK)[1]
-    groups = _pad_last(keys, -(-size // _GROUP) * _GROUP)
-    groups = groups.reshape(*keys.shape[:-1], -1, _GROUP)
-    best = jnp.sort(lax.top_k(groups.max(-1), TOPK)[1], axis=-1)
+    if size <= _SORTED:
+        return lax.top_k(_pad_last(keys, max(size, TOPK)), TOPK)[1]
+    group = 1 << (cdiv(size, _SORTED) - 1).bit_length()
+    groups = _pad_last(keys, round_up(size, group)).reshape(*keys.shape[:-1], -1, group)
+    best = jnp.sort(top16(groups.max(-1)), axis=-1)
     members = jnp.take_along_axis(groups, best[..., None], axis=-2)
-    inside = lax.top_k(members.reshape(*best.shape[:-1], TOPK * _GROUP), TOPK)[1]
-    group = jnp.take_along_axis(best, inside // _GROUP, axis=-1)
-    return group * _GROUP + inside % _GROUP
+    inside = top16(members.reshape(*best.shape[:-1], TOPK * group))
+    return jnp.take_along_axis(best, inside // group, axis=-1) * group + inside % group
 
 
 def take_top16(

@@ -6,6 +6,9 @@ each group's pages at a time. Prefill is the case of one group, a tile of one se
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +19,50 @@ from msa_icp_jax import rows
 from msa_icp_jax.geometry import HEAD_DIM, TOPK, cdiv, column_scale, rows_per_page
 
 NEG_INF = -jnp.inf
-_KEY_BYTES_PER_STEP = 16 << 20  # float32 keys that one scoring step holds
+_PRODUCT_BYTES_PER_STEP = 64 << 20  # float32 products that one scoring step holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How a platform scores: what it multiplies, and how much at a time.
+
+    Attributes:
+      operand: dtype of the products' operands. Each holds every float8_e4m3fn value, and sums are
+        float32, so that products are exact with all of them.
+      unit: unsigned integers that pages are gathered as.
+      key_rows: key rows that one scoring step gathers.
+      tile_tokens: query tokens of a prefill tile.
+    """
+
+    operand: Any
+    unit: Any
+    key_rows: int
+    tile_tokens: int
+
+
+# CPUs multiply in float32 and want their keys in the cache. Elsewhere matrix units take 16-bit
+# operands, and a loop costs a wait for the host each time round: steps are as large as memory
+# allows, 128 MiB of float8 keys. GPUs gather words at twice the speed of bytes; other layouts of
+# memory may have no view of bytes as words.
+_CPU = Tuning(jnp.float32, jnp.uint8, 1 << 15, 128)
+_GPU = Tuning(jnp.float16, jnp.uint32, 1 << 20, 512)
+_OTHER = Tuning(jnp.bfloat16, jnp.uint8, 1 << 20, 512)
+
+
+def tuned[Result](score: Callable[..., Result]) -> Callable[..., Result]:
+    """`score` with its argument `tuning` taken from the platform that it is lowered for."""
+
+    @functools.wraps(score)
+    def on_platform(*args: Any, **kwargs: Any) -> Result:
+        def with_tuning(tuning: Tuning) -> Callable[[], Result]:
+            return lambda: score(*args, **kwargs, tuning=tuning)
+
+        gpu = with_tuning(_GPU)
+        return lax.platform_dependent(
+            cpu=with_tuning(_CPU), cuda=gpu, rocm=gpu, default=with_tuning(_OTHER)
+        )
+
+    return on_platform
 
 
 class Shard(NamedTuple):
@@ -42,10 +88,27 @@ class Shard(NamedTuple):
         return rows_per_page(self.world_size, self.page_size)
 
 
-def columns_per_step(shard: Shard, groups: int, limit: int) -> int:
-    """Columns scored at a time: a multiple of four that bounds the gathered keys' memory."""
-    fit = _KEY_BYTES_PER_STEP // (groups * shard.rows * HEAD_DIM * 4)
-    return min(limit, max(4, fit // 4 * 4))
+def columns_per_step(shard: Shard, groups: int, queries: int, limit: int, tuning: Tuning) -> int:
+    """Columns scored at a time: a multiple of four that bounds the memory of keys and products.
+
+    Args:
+      shard: the keys.
+      groups: requests that are scored together.
+      queries: query rows of each.
+      limit: columns that there are.
+      tuning: the platform's.
+    """
+    key_rows = min(tuning.key_rows, _PRODUCT_BYTES_PER_STEP // (4 * queries))
+    return min(limit, max(4, key_rows // (groups * shard.rows) // 4 * 4))
+
+
+def for_each_step[Carry](
+    used: jax.Array, step: int, columns: int, body: Callable[[Any, Carry], Carry], carry: Carry
+) -> Carry:
+    """Folds `body` over the steps that cover `used` of `columns` columns; a single one always."""
+    if step == columns:
+        return body(jnp.int32(0), carry)
+    return lax.fori_loop(0, cdiv(used, step), body, carry)
 
 
 def pages_of(
@@ -70,8 +133,9 @@ def column_scores(
     columns: jax.Array,
     positions: jax.Array,
     lengths: jax.Array,
+    tuning: Tuning,
 ) -> jax.Array:
-    """Maxima of q.k over the rank's visible rows of some columns, in exact float32 arithmetic.
+    """Maxima of q.k over the rank's visible rows of some columns: exact products, float32 sums.
 
     Args:
       query: float8_e4m3fn [groups, tokens, heads, 128].
@@ -80,18 +144,21 @@ def column_scores(
       columns: int32 [columns], the columns' page numbers within the request.
       positions: int32 [groups, tokens], negative for a token that sees nothing.
       lengths: int32 [groups], keys at or past it are invisible.
+      tuning: the platform's.
 
     Returns:
       float32 [groups, tokens, heads, columns]; -inf where no row is visible.
     """
     groups, tokens, heads, _ = query.shape
     count = columns.shape[0]
-    keys = _gather_rows(shard, pages).reshape(groups, count * shard.rows, HEAD_DIM)
+    keys = _gathered_keys(shard, pages, tuning).reshape(groups, count * shard.rows, HEAD_DIM)
+    queries = e4m3_values(query).astype(tuning.operand).reshape(groups, tokens * heads, HEAD_DIM)
     products = lax.dot_general(
-        e4m3_values(_bytes_of(query)).reshape(groups, tokens * heads, HEAD_DIM),
+        queries,
         keys,
         (((2,), (2,)), ((0,), (0,))),
         precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
     ).reshape(groups, tokens, heads, count, shard.rows)
 
     first = columns * shard.page_size + shard.rank * shard.rows
@@ -156,41 +223,58 @@ class RunningTop16(NamedTuple):
         return rows.pack(self.words, self.ids)
 
 
-def _gather_rows(shard: Shard, pages: jax.Array) -> jax.Array:
-    """The rank's rows of `pages`, float32 [groups, columns, rows, 128].
+def _gathered_keys(shard: Shard, pages: jax.Array, tuning: Tuning) -> jax.Array:
+    """The values of the rank's rows of `pages`, [groups, columns, rows, 128] operands.
 
     XLA on CPU has no float8 data movement: it would convert the whole cache before a float8 gather,
-    so bytes are gathered. The barrier ties the cache to the loop's step, or the view as bytes would
-    be made once, outside the loop, as a copy of the whole cache.
+    so integers are gathered. The first barrier ties the cache to the loop's step, or the view as
+    integers would be made once, outside the loop, as a copy of the whole cache. The second keeps
+    conversion out of the gather: it belongs to the product, or the operands would go through
+    memory, too.
     """
     cache, pages = lax.optimization_barrier((shard.index_k, pages))
+    units = _as_units(cache, tuning.unit)
     start = jnp.stack([pages, jnp.full_like(pages, shard.row_offset)], axis=-1)
     gathered = lax.gather(
-        _bytes_of(cache),
+        units,
         start,
         lax.GatherDimensionNumbers(
             offset_dims=(2, 3), collapsed_slice_dims=(0,), start_index_map=(0, 1)
         ),
-        slice_sizes=(1, shard.rows, HEAD_DIM),
+        slice_sizes=(1, shard.rows, units.shape[-1]),
         mode=lax.GatherScatterMode.CLIP,
     )
-    return e4m3_values(gathered)
+    if tuning.operand == jnp.float32:
+        return e4m3_values(_from_units(gathered, jnp.float8_e4m3fn))
+    keys = _from_units(lax.optimization_barrier(gathered), jnp.float8_e4m3fn)
+    return keys.astype(tuning.operand)
 
 
-def _bytes_of(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.uint8)
+def _as_units(x: jax.Array, unit: Any) -> jax.Array:
+    """The bits of `x` as wider or equal units along the last axis."""
+    ratio = jnp.dtype(unit).itemsize // x.dtype.itemsize
+    if ratio > 1:
+        x = x.reshape(*x.shape[:-1], x.shape[-1] // ratio, ratio)
+    return lax.bitcast_convert_type(x, unit)
 
 
-def e4m3_values(codes: jax.Array) -> jax.Array:
-    """The float32 values of float8_e4m3fn codes, uint8 of any shape.
+def _from_units(units: jax.Array, dtype: Any) -> jax.Array:
+    """`_as_units` undone."""
+    x = lax.bitcast_convert_type(units, dtype)
+    return x if x.ndim == units.ndim else x.reshape(*units.shape[:-1], -1)
 
-    It stands for `astype`, because XLA makes a float8 product of one that leads to a product,
-    whatever the product's `precision` says, and Hopper's keep about 14 bits of the sum.
+
+def e4m3_values(x: jax.Array) -> jax.Array:
+    """The float32 values of float8_e4m3fn numbers of any shape.
+
+    It stands for `astype`, because XLA makes a float8 product of two that lead to a product,
+    whatever the product's `precision` says, and Hopper's keep about 14 bits of the sum. So queries,
+    one side of every product, are converted with integers alone; and a CPU's conversion is slow.
 
     A code is a sign, four bits of exponent (7 is 2^0; 0: no leading one) and three of fraction, so
     every value is an integer below 2^18 times 2^-9; 0x7F and 0xFF are NaN, and -0 becomes 0.
     """
-    code = codes.astype(jnp.int32)
+    code = lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.int32)
     exponent, fraction = (code >> 3) & 15, code & 7
     size = jnp.where(exponent > 0, (8 | fraction) << jnp.maximum(exponent - 1, 0), fraction)
     value = jnp.where(code >= 0x80, -size, size).astype(jnp.float32) * 2.0**-9

@@ -12,13 +12,14 @@ from jax import lax
 from msa_icp_jax.backend import start_at, vary_as
 from msa_icp_jax.geometry import COLUMN_MULTIPLE, NUM_HEADS, cdiv, round_up
 from msa_icp_jax.ops import _portable
-from msa_icp_jax.ops._portable import Shard
+from msa_icp_jax.ops._portable import Shard, Tuning
 
 # Jitted for eager callers, whose loops would otherwise compile anew in each call.
 _SIZES = ("world_size", "page_size", "decode_query_len", "row_offset")
 
 
 @functools.partial(jax.jit, static_argnames=_SIZES)
+@_portable.tuned
 def decode_scores(
     index_q: jax.Array,
     index_k: jax.Array,
@@ -31,14 +32,16 @@ def decode_scores(
     page_size: int,
     decode_query_len: int,
     row_offset: int,
+    tuning: Tuning,
 ) -> jax.Array:
     """Writes the columns of each request's pages, rounded up to four; see the public function."""
     shard = Shard(index_k, rank, world_size, page_size, row_offset)
     tokens, columns = index_q.shape[0], score_out.shape[2]
-    score_step = _ScoreStep(index_q, shard, block_table, seq_lens, decode_query_len)
+    score_step = _ScoreStep(index_q, shard, block_table, seq_lens, decode_query_len, tuning)
     used = jnp.minimum(cdiv(score_step.lengths, page_size), columns)
     written = jnp.repeat(round_up(used, COLUMN_MULTIPLE), decode_query_len)
-    step = _portable.columns_per_step(shard, block_table.shape[0], columns)
+    queries = decode_query_len * NUM_HEADS
+    step = _portable.columns_per_step(shard, block_table.shape[0], queries, columns, tuning)
 
     def body(i: jax.Array, plane: jax.Array) -> jax.Array:
         first = jnp.minimum(i * step, columns - step)  # the last step may score columns again
@@ -48,7 +51,7 @@ def decode_scores(
         return lax.dynamic_update_slice(plane, new, start_at(0, 0, first))
 
     score_out = vary_as(score_out, index_q, index_k, block_table, seq_lens, rank)
-    return lax.fori_loop(0, cdiv(written.max(), step), body, score_out)
+    return _portable.for_each_step(written.max(), step, columns, body, score_out)
 
 
 class _ScoreStep:
@@ -61,6 +64,7 @@ class _ScoreStep:
         block_table: jax.Array,
         seq_lens: jax.Array,
         decode_query_len: int,
+        tuning: Tuning,
     ) -> None:
         self.query = index_q.reshape(-1, decode_query_len, *index_q.shape[1:])
         self.shard = shard
@@ -68,6 +72,7 @@ class _ScoreStep:
         self.lengths = jnp.maximum(seq_lens, 0)
         token = jnp.arange(decode_query_len, dtype=jnp.int32) - decode_query_len
         self.positions = self.lengths[:, None] + token[None]
+        self.tuning = tuning
 
     def __call__(self, columns: jax.Array) -> jax.Array:
         pages = _portable.pages_of(
@@ -78,6 +83,6 @@ class _ScoreStep:
             self.shard.page_size,
         )
         scores = _portable.column_scores(
-            self.query, self.shard, pages, columns, self.positions, self.lengths
+            self.query, self.shard, pages, columns, self.positions, self.lengths, self.tuning
         )
         return scores.reshape(-1, NUM_HEADS, columns.shape[0])

@@ -14,10 +14,8 @@ from msa_icp_jax import rows
 from msa_icp_jax.backend import start_at, vary_as
 from msa_icp_jax.geometry import MAX_BLOCKS, NUM_HEADS, cdiv, column_offset, column_scale
 from msa_icp_jax.ops import _portable
-from msa_icp_jax.ops._portable import RunningTop16, Shard
+from msa_icp_jax.ops._portable import RunningTop16, Shard, Tuning
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, prefill_tiles
-
-_TILE_TOKENS = 128
 
 # Jitted for eager callers, whose loops would otherwise compile anew in each call.
 _SIZES = ("world_size", "page_size", "row_offset")
@@ -25,6 +23,7 @@ _FORCED = ("force_begin_blocks", "force_end_blocks")
 
 
 @functools.partial(jax.jit, static_argnames=(*_SIZES, "sm_scale", "initialize"))
+@_portable.tuned
 def prefill_scores(
     q: jax.Array,
     k: jax.Array,
@@ -38,11 +37,13 @@ def prefill_scores(
     row_offset: int,
     sm_scale: float,
     initialize: bool,
+    tuning: Tuning,
 ) -> jax.Array:
     """Writes every token's causal columns (all of them when `initialize`)."""
     shard = Shard(k, rank, world_size, page_size, row_offset)
     columns = max_score.shape[2]
-    step = _portable.columns_per_step(shard, 1, columns)
+    tile_tokens = min(tuning.tile_tokens, q.shape[0])
+    step = _portable.columns_per_step(shard, 1, tile_tokens * NUM_HEADS, columns, tuning)
     max_score = vary_as(max_score, q, k, block_table, plan.qo_lens, rank)
     if initialize:
         clear = jnp.full((q.shape[0], NUM_HEADS, columns), _portable.NEG_INF, jnp.float32)
@@ -54,7 +55,7 @@ def prefill_scores(
         def body(i: jax.Array, plane: jax.Array) -> jax.Array:
             first = jnp.minimum(i * step, columns - step)  # the last step may score some again
             cols = first + jnp.arange(step, dtype=jnp.int32)
-            scores = tile.scores(q, shard, block_table, cols)
+            scores = tile.scores(q, shard, block_table, cols, tuning)
             scores = jnp.where(scores == _portable.NEG_INF, scores, scores * sm_scale)
             start = start_at(tile.start, 0, first)
             old = lax.dynamic_slice(plane, start, scores.shape)
@@ -64,12 +65,13 @@ def prefill_scores(
             return lax.dynamic_update_slice(plane, new, start)
 
         last = jnp.minimum(jnp.where(tile.live, causal, 0).max(), columns)
-        return lax.fori_loop(0, cdiv(last, step), body, plane)
+        return _portable.for_each_step(last, step, columns, body, plane)
 
-    return _for_each_tile(plan, q.shape[0], one_tile, max_score)
+    return _for_each_tile(plan, tile_tokens, q.shape[0], one_tile, max_score)
 
 
 @functools.partial(jax.jit, static_argnames=(*_SIZES, *_FORCED, "columns"))
+@_portable.tuned
 def prefill_rows(
     q: jax.Array,
     k: jax.Array,
@@ -85,6 +87,7 @@ def prefill_rows(
     force_begin_blocks: int,
     force_end_blocks: int,
     columns: int,
+    tuning: Tuning,
 ) -> jax.Array:
     """Writes candidate rows into the carrier without a score plane: a running Top16.
 
@@ -92,7 +95,8 @@ def prefill_rows(
     """
     shard = Shard(k, rank, world_size, page_size, row_offset)
     scale, offset = column_scale(page_size), column_offset(rank, world_size, page_size)
-    step = _portable.columns_per_step(shard, 1, columns)
+    tile_tokens = min(tuning.tile_tokens, q.shape[0])
+    step = _portable.columns_per_step(shard, 1, tile_tokens * NUM_HEADS, columns, tuning)
     varying = (q, k, block_table, plan.qo_lens, num_valid_pages, rank)
     carrier = vary_as(carrier, *varying)
     no_candidate = vary_as(rows.empty_rows(NUM_HEADS, q.shape[0]), carrier)
@@ -106,7 +110,7 @@ def prefill_rows(
             first = jnp.minimum(i * step, columns - step)
             cols = first + jnp.arange(step, dtype=jnp.int32)
             return best.fold(
-                tile.scores(q, shard, block_table, cols),
+                tile.scores(q, shard, block_table, cols, tuning),
                 cols,
                 cols >= i * step,
                 per_head,
@@ -120,13 +124,14 @@ def prefill_rows(
         empty = RunningTop16(*(vary_as(x, carrier) for x in empty))
         last = cdiv(jnp.clip(jnp.where(tile.live, counts, 0).max(), 0, MAX_BLOCKS), scale)
         last = jnp.minimum(last, columns)
-        found = lax.fori_loop(0, cdiv(last, step), body, empty).rows().swapaxes(0, 1)
+        best = _portable.for_each_step(last, step, columns, body, empty)
+        found = best.rows().swapaxes(0, 1)
         start = start_at(0, tile.start, 0)
         old = lax.dynamic_slice(carrier, start, found.shape)
         new = jnp.where(tile.live[None, :, None], found, old)
         return lax.dynamic_update_slice(carrier, new, start)
 
-    return _for_each_tile(plan, q.shape[0], one_tile, carrier)
+    return _for_each_tile(plan, tile_tokens, q.shape[0], one_tile, carrier)
 
 
 class _Tile(NamedTuple):
@@ -139,7 +144,12 @@ class _Tile(NamedTuple):
     kv_len: jax.Array
 
     def scores(
-        self, q: jax.Array, shard: Shard, block_table: jax.Array, columns: jax.Array
+        self,
+        q: jax.Array,
+        shard: Shard,
+        block_table: jax.Array,
+        columns: jax.Array,
+        tuning: Tuning,
     ) -> jax.Array:
         """Raw scores float32 [tile, 4, columns] of some columns."""
         query = lax.dynamic_slice(q, start_at(self.start, 0, 0), (self.live.shape[0], *q.shape[1:]))
@@ -147,18 +157,18 @@ class _Tile(NamedTuple):
         lengths = self.kv_len[None]
         pages = _portable.pages_of(table, lengths, columns, shard.index_k.shape[0], shard.page_size)
         return _portable.column_scores(
-            query[None], shard, pages, columns, self.positions[None], lengths
+            query[None], shard, pages, columns, self.positions[None], lengths, tuning
         )[0]
 
 
 def _for_each_tile[Carry](
     plan: MSAIcpScorePlan,
+    tile_tokens: int,
     num_rows: int,
     one_tile: Callable[[_Tile, Carry], Carry],
     carry: Carry,
 ) -> Carry:
-    """Folds `one_tile` over the query tiles of all segments."""
-    tile_tokens = min(_TILE_TOKENS, num_rows)
+    """Folds `one_tile` over the query tiles of all segments, `tile_tokens` (<= num_rows) each."""
     ends = prefill_tiles(plan, tile_tokens)
 
     def body(i: jax.Array, carry: Carry) -> Carry:
