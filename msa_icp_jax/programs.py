@@ -8,7 +8,6 @@ W). It donates every buffer that comes back.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +17,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from msa_icp_jax import checks, rows
+from msa_icp_jax import checks
 from msa_icp_jax.comm import comm_specs
 from msa_icp_jax.geometry import (
     HEAD_DIM,
     MAX_INT32,
-    NUM_HEADS,
     NUM_SLOTS,
-    TOPK,
-    IndexerGeometry,
     check_query_len,
 )
 from msa_icp_jax.ops.index_cache import msa_icp_write_index_k
+from msa_icp_jax.shapes import Shapes, decode_shapes
 
 if TYPE_CHECKING:
     from msa_icp_jax.plan import MSAIcpIndexerPlan
@@ -42,10 +39,14 @@ class _Specs:
 
     def __init__(self, axis: str) -> None:
         self.index_k = P(None, axis)
-        self.scores = P(None, None, axis)
-        self.carrier = P(None, axis)
+        self.scores = self.score_scratch = P(None, None, axis)
+        self.carrier = self.carrier_view = P(None, axis)
         self.output = P(None, axis)
         self.comm = comm_specs(axis)
+
+    def of(self, name: str) -> P:
+        """The spec of the argument called `name`."""
+        return getattr(self, name, self.ALL)
 
 
 class Program:
@@ -289,31 +290,22 @@ def warmup(
     page_rows = checks.integer("page_rows", page_rows, least_rows, MAX_INT32)
     decodes = decode_shapes(limits, batch_sizes, query_lens)
     check_mesh(plan, mesh)
-    shapes = _Shapes(plan, mesh, (num_pages, page_rows), table_width)
+    make = functools.partial(_abstract, plan, mesh)
+    shapes = Shapes(limits, make, (num_pages, page_rows, HEAD_DIM), table_width)
     tokens_written = {limits.window_tokens}
     for batch, query_len in decodes:
         tokens_written.add(batch * query_len)
         program = plan.decode_program(mesh, decode_query_len=query_len)
-        program.lower(*shapes.decode(batch, query_len)).compile()
-    plan.prefill_program(mesh).lower(*shapes.prefill()).compile()
+        program.lower(*shapes.decode(batch, query_len).values()).compile()
+    window_plan = jax.tree.map(
+        lambda leaf: make("window_plan", leaf.shape, leaf.dtype),
+        jax.eval_shape(
+            functools.partial(plan.prefill_window_plan, **shapes.bounds()), *shapes.window()
+        ),
+    )
+    plan.prefill_program(mesh).lower(*shapes.prefill(window_plan).values()).compile()
     for tokens in sorted(tokens_written):
-        plan.write_program(mesh).lower(*shapes.write(tokens)).compile()
-
-
-def decode_shapes(
-    limits: IndexerGeometry, batch_sizes: Sequence[int] | None, query_lens: Sequence[int] | None
-) -> list[tuple[int, int]]:
-    """(requests, query length) of the decode calls that a warmup compiles for."""
-    most, longest = min(limits.max_num_seqs, limits.max_decode_tokens), limits.max_decode_query_len
-    batches, lengths = [most], sorted({1, longest})
-    if batch_sizes is not None:
-        batches = checks.integers("batch_sizes", batch_sizes, 1, most)
-    if query_lens is not None:
-        lengths = checks.integers("query_lens", query_lens, 1, longest)
-    return [
-        (min(batch, max(1, limits.max_decode_tokens // length)), length)
-        for batch, length in itertools.product(batches, lengths)
-    ]
+        plan.write_program(mesh).lower(*shapes.write(tokens).values()).compile()
 
 
 def is_decode_fused(plan: MSAIcpIndexerPlan, requests: int, fused: bool | None) -> bool:
@@ -324,76 +316,17 @@ def is_decode_fused(plan: MSAIcpIndexerPlan, requests: int, fused: bool | None) 
     return least is not None and requests >= least
 
 
-class _Shapes:
-    """Abstract arguments of the programs at given sizes."""
-
-    def __init__(
-        self,
-        plan: MSAIcpIndexerPlan,
-        mesh: Mesh | None,
-        cache: tuple[int, int],
-        table_width: int,
-    ) -> None:
-        """`cache`: the pages of one rank's index keys, and the rows of a page."""
-        self.plan = plan
-        self.mesh = mesh
-        self.specs = _Specs(plan.axis_name)
-        self.table_width = table_width
-        self.index_k = self._array((*cache, HEAD_DIM), jnp.float8_e4m3fn, self.specs.index_k)
-
-    def decode(self, batch: int, query_len: int) -> tuple[Any, ...]:
-        geo, tokens = self.plan.geometry, batch * query_len
-        return (
-            self._array((tokens, NUM_HEADS, HEAD_DIM), jnp.float8_e4m3fn),
-            self.index_k,
-            self._array((batch, self.table_width)),
-            self._array((batch,)),
-            self._array((tokens,)),
-            self._array((tokens, NUM_HEADS, geo.score_columns), jnp.float32, self.specs.scores),
-            self._array((tokens, geo.heads_per_rank, TOPK), jnp.int32, self.specs.output),
-        )
-
-    def prefill(self) -> tuple[Any, ...]:
-        geo = self.plan.geometry
-        tokens, segments = geo.window_tokens, geo.max_num_seqs
-        lengths = self._array((segments,))
-        window_plan = jax.eval_shape(
-            functools.partial(
-                self.plan.prefill_window_plan,
-                total_q=tokens,
-                max_query_len=tokens,
-                max_seq_len=geo.max_model_len,
-            ),
-            lengths,
-            lengths,
-            lengths,
-        )
-        return (
-            self._array((tokens, NUM_HEADS, HEAD_DIM), jnp.float8_e4m3fn),
-            self.index_k,
-            self._array((segments, self.table_width)),
-            jax.tree.map(lambda leaf: self._array(leaf.shape, leaf.dtype), window_plan),
-            self._array((tokens, NUM_HEADS, geo.score_columns), jnp.float32, self.specs.scores),
-            self._array((tokens,)),
-            self._array((NUM_HEADS, tokens, rows.ROW_WORDS), jnp.int32, self.specs.carrier),
-            self._array((tokens, geo.heads_per_rank, TOPK), jnp.int32, self.specs.output),
-        )
-
-    def write(self, tokens: int) -> tuple[Any, ...]:
-        new_k = self._array((tokens, HEAD_DIM), jnp.float8_e4m3fn)
-        return (self.index_k, new_k, self._array((tokens,)))
-
-    def _array(
-        self, local_shape: tuple[int, ...], dtype: Any = jnp.int32, spec: P = _Specs.ALL
-    ) -> jax.ShapeDtypeStruct:
-        """One argument, from its shape on one rank."""
-        world_size, axis = self.plan.geometry.world_size, self.plan.axis_name
-        if self.mesh is None:
-            lead = (world_size,) if axis in spec else ()
-            return jax.ShapeDtypeStruct((*lead, *local_shape), dtype)
-        shape = list(local_shape)
-        for dim, name in enumerate(spec):
-            if name == axis:
-                shape[dim] *= world_size
-        sharding = NamedSharding(self.mesh, spec)
-        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
+def _abstract(
+    plan: MSAIcpIndexerPlan, mesh: Mesh | None, name: str, local_shape: tuple[int, ...], dtype: Any
+) -> jax.ShapeDtypeStruct:
+    """An argument of all ranks, from its name and its shape on one rank."""
+    world_size, axis = plan.geometry.world_size, plan.axis_name
+    spec = _Specs(axis).of(name)
+    if mesh is None:
+        lead = (world_size,) if axis in spec else ()
+        return jax.ShapeDtypeStruct((*lead, *local_shape), dtype)
+    shape = list(local_shape)
+    for dim, name_of_axis in enumerate(spec):
+        if name_of_axis == axis:
+            shape[dim] *= world_size
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(mesh, spec))

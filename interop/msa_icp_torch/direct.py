@@ -28,7 +28,7 @@ from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, TOPK
 from msa_icp_jax.ops._mosaic import direct
 from msa_icp_jax.ops._mosaic.direct import Copy, Launches, Lowered, Program
 from msa_icp_jax.ops._mosaic.launch import Target
-from msa_icp_jax.programs import decode_shapes
+from msa_icp_jax.shapes import decode_shapes
 from msa_icp_torch import exchange, kernels, pages, window
 from msa_icp_torch.bridge import (
     Span,

@@ -176,7 +176,7 @@ class DlpackRoute:
         fresh, keep = self._bridge.fresh, self._bridge.kept
         if call.fused:
             clear_scores(call.scores)
-        parts = self._parts(call, "publish_generations") if call.tagged else {}
+        parts = self._parts(call, programs.storage_parts(call.tagged)[0])
         program = programs.decode_local(
             plan, call.query_len, call.tagged, call.enable_pdl, self._bridge.donates
         )
@@ -193,10 +193,7 @@ class DlpackRoute:
     def _decode_merge(self, call: DecodeCall, received: torch.Tensor, counts: jax.Array) -> None:
         """Stores what came into the slot and merges it."""
         fresh = self._bridge.fresh
-        if call.tagged:
-            parts = self._parts(call, "tagged_recv", "expected_generations", "errors")
-        else:
-            parts = self._parts(call, "recv", "errors")
+        parts = self._parts(call, programs.storage_parts(call.tagged)[1])
         merge = programs.decode_merge(
             self._plan, call.tagged, call.enable_pdl, self._bridge.donates
         )
@@ -209,7 +206,7 @@ class DlpackRoute:
         )
         self._bridge.deliver({"output": (call.output, new_output)} | _results(parts, new_parts))
 
-    def _parts(self, call: DecodeCall, *names: str) -> dict[str, torch.Tensor]:
+    def _parts(self, call: DecodeCall, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Parts of the receive storage as JAX has them."""
         parts = {name: getattr(call.comm, name) for name in names}
         if "errors" in parts:

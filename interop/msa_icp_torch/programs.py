@@ -22,9 +22,9 @@ def decode_local(
 ) -> Any:
     """Score and select: ``f(inputs, num_valid_pages, slot, scores, parts)``.
 
-    `inputs` are index_q, index_k, block_table, seq_lens, and `parts` of the receive storage those
-    that the form of rows takes: none, or the publish counters. Returns (rows, scores, parts); the
-    rows are marked with the call (see `comm.exchange_in_slot`), as `decode_merge` expects them.
+    `inputs` are index_q, index_k, block_table, seq_lens, and `parts` the first `storage_parts`.
+    Returns (rows, scores, parts); the rows are marked with the call (see `comm.exchange_in_slot`),
+    as `decode_merge` expects them.
     """
 
     def local(inputs: Any, num_valid_pages: Any, slot: Any, scores: Any, parts: Any) -> Any:
@@ -53,8 +53,7 @@ def decode_local(
 def decode_merge(plan: MSAIcpIndexerPlan, tagged: bool, enable_pdl: bool, donate: bool) -> Any:
     """Store and merge: ``f(received, num_valid_pages, slot, output, parts)``.
 
-    `parts` of the receive storage are those that the form of rows takes: the rows, the faults, and
-    the expected counters of tagged rows. Returns (output, parts).
+    `parts` are the second `storage_parts`. Returns (output, parts).
     """
 
     def merge(received: Any, num_valid_pages: Any, slot: Any, output: Any, parts: Any) -> Any:
@@ -70,6 +69,13 @@ def decode_merge(plan: MSAIcpIndexerPlan, tagged: bool, enable_pdl: bool, donate
         return output, _parts(comm, parts)
 
     return _jit(merge, donate, 3, 4)
+
+
+def storage_parts(tagged: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The parts of the receive storage that select and merge of this form of rows write."""
+    if tagged:
+        return ("publish_generations",), ("tagged_recv", "expected_generations", "errors")
+    return (), ("recv", "errors")
 
 
 def _comm(plan: MSAIcpIndexerPlan, parts: dict[str, jax.Array]) -> MSAIcpComm:

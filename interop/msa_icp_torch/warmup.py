@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from msa_icp_jax import IndexerGeometry, MSAIcpIndexerPlan, checks, rows
-from msa_icp_jax.geometry import HEAD_DIM, MAX_INT32, NUM_HEADS, NUM_SLOTS, TOPK, cdiv
-from msa_icp_jax.programs import decode_shapes
+from msa_icp_jax import IndexerGeometry, MSAIcpIndexerPlan, checks
+from msa_icp_jax.geometry import MAX_INT32, cdiv
+from msa_icp_jax.shapes import Shapes, decode_shapes
 from msa_icp_torch import programs
 
 
@@ -46,14 +46,13 @@ class Warmup:
         table_width: int | None,
         fused: bool | None,
     ) -> None:
-        geometry = plan.geometry
         self.plan = plan
         self.scorer_plan = scorer_plan
         self.donates = donates
         self.fused = fused
         self.sharding = SingleDeviceSharding(device)
-        self.table_width = table_width_of(geometry, table_width)
-        self.index_k = None if index_k is None else self._array(*index_k, dtype=jnp.float8_e4m3fn)
+        width = table_width_of(plan.geometry, table_width)
+        self.shapes = Shapes(plan.geometry, self._array, index_k, width)
 
     def decode(
         self,
@@ -68,64 +67,46 @@ class Warmup:
 
     def prefill(self) -> None:
         """Compiles prefill for one full window."""
-        plan, limits = self.plan, self.plan.geometry
-        tokens = limits.window_tokens
-        counts = self._array(tokens)
-        received = (limits.world_size, limits.heads_per_rank, tokens, rows.ROW_WORDS)
-        output = self._array(tokens, limits.heads_per_rank, TOPK)
-        merge = programs.prefill_merge(plan, self.donates)
-        merge.lower(self._array(*received), counts, output).compile()
-        bounds = (tokens, tokens, limits.max_model_len)
-        window = programs.prefill_window_plan(plan, *bounds)
-        lengths = self._array(limits.max_num_seqs)
-        window.lower(lengths, lengths, lengths).compile()
-        if self.index_k is None:
-            return
+        plan, shapes = self.plan, self.shapes
+        window = programs.prefill_window_plan(plan, *shapes.bounds().values())
+        window.lower(*shapes.window()).compile()
         window_plan = jax.tree.map(
-            lambda leaf: self._array(*leaf.shape, dtype=leaf.dtype),
-            jax.eval_shape(window, lengths, lengths, lengths),
+            lambda leaf: self._array("window_plan", leaf.shape, leaf.dtype),
+            jax.eval_shape(window, *shapes.window()),
         )
+        of = shapes.prefill(window_plan)
+        merge = programs.prefill_merge(plan, self.donates)
+        received = shapes.received(plan.geometry.window_tokens)
+        merge.lower(received, of["num_valid_pages"], of["output"]).compile()
+        if of["index_k"] is None:
+            return
         fused = plan.fused_prefill if self.fused is None else self.fused
-        inputs = (
-            self._array(tokens, NUM_HEADS, HEAD_DIM, dtype=jnp.float8_e4m3fn),
-            self.index_k,
-            self._array(limits.max_num_seqs, self.table_width),
-        )
         local = programs.prefill_local(self.scorer_plan, fused, self.donates)
-        carrier = self._array(NUM_HEADS, tokens, rows.ROW_WORDS)
-        local.lower(inputs, window_plan, counts, self._plane(tokens, fused), carrier).compile()
+        local.lower(
+            (of["query"], of["index_k"], of["block_table"]),
+            window_plan,
+            of["num_valid_pages"],
+            None if fused else of["score_scratch"],
+            of["carrier_view"],
+        ).compile()
 
     def _decode(self, batch: int, query_len: int, tagged: bool) -> None:
-        plan, limits, tokens = self.plan, self.plan.geometry, batch * query_len
-        heads, capacity = limits.heads_per_rank, limits.max_decode_tokens
-        row = (rows.TAGGED_WORDS, 2) if tagged else (rows.ROW_WORDS,)
-        counts, slot = self._array(tokens), self._array()
-        storage = self._array(NUM_SLOTS, limits.world_size, heads, capacity, *row)
-        parts = {"tagged_recv" if tagged else "recv": storage, "errors": self._array(1)}
-        sent = {}
-        if tagged:
-            parts["expected_generations"] = self._array(NUM_SLOTS, heads, capacity)
-            sent["publish_generations"] = self._array(NUM_SLOTS, NUM_HEADS, capacity)
-        merge = programs.decode_merge(plan, tagged, True, self.donates)
-        received = self._array(limits.world_size, heads, tokens, *row)
-        output = self._array(tokens, heads, TOPK)
-        merge.lower(received, counts, slot, output, parts).compile()
-        if self.index_k is None:
+        of, slot = self.shapes.decode(batch, query_len), self._array("slot", (), jnp.int32)
+        received = self.shapes.received(batch * query_len, tagged=tagged)
+        sent, merged = programs.storage_parts(tagged)
+        merge = programs.decode_merge(self.plan, tagged, True, self.donates)
+        counts = of["num_valid_pages"]
+        merge.lower(received, counts, slot, of["output"], self.shapes.comm(*merged)).compile()
+        if of["index_k"] is None:
             return
-        inputs = (
-            self._array(tokens, NUM_HEADS, HEAD_DIM, dtype=jnp.float8_e4m3fn),
-            self.index_k,
-            self._array(batch, self.table_width),
-            self._array(batch),
-        )
         local = programs.decode_local(self.scorer_plan, query_len, tagged, True, self.donates)
-        plane = self._plane(tokens, fused=False)
-        local.lower(inputs, counts, slot, plane, sent).compile()
+        local.lower(
+            (of["index_q"], of["index_k"], of["block_table"], of["seq_lens"]),
+            counts,
+            slot,
+            of["scores"],
+            self.shapes.comm(*sent),
+        ).compile()
 
-    def _plane(self, tokens: int, fused: bool) -> jax.ShapeDtypeStruct | None:
-        if fused:
-            return None
-        return self._array(tokens, NUM_HEADS, self.plan.geometry.score_columns, dtype=jnp.float32)
-
-    def _array(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    def _array(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
