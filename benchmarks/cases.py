@@ -176,42 +176,24 @@ class Prefill(Sharded):
 
 
 @dataclasses.dataclass(frozen=True)
-class Select:
-    """Top16 of `columns` scores for 4 rows of each of `tokens` tokens."""
+class Alone:
+    """Select or merge on rows of its own: four of each token, of `columns` scores or blocks."""
 
+    stage: str
     tokens: int
-    columns: int
-    target_us: float
-    world_size: int = 4
-    precision = "exact"
-    stages = ("select",)
-
-    @property
-    def name(self) -> str:
-        return f"select-t{self.tokens}-k{self.columns}"
-
-    @property
-    def stream_bytes(self) -> int:
-        return self.tokens * NUM_HEADS * self.columns * WORD
-
-    def floor(self, stage: str) -> Floor:
-        return Floor(self.stream_bytes + self.tokens * NUM_HEADS * ROW_WORDS * WORD)
-
-
-@dataclasses.dataclass(frozen=True)
-class Merge:
-    """Global Top16 of `world_size` ranks' rows of the heads that one of them owns."""
-
-    tokens: int
+    columns: int = 1024
     target_us: float | None = None
     world_size: int = 4
-    blocks: int = 1024
     precision = "exact"
-    stages = ("merge",)
 
     @property
     def name(self) -> str:
-        return f"merge-t{self.tokens}-w{self.world_size}"
+        size = f"k{self.columns}" if self.stage == "select" else f"w{self.world_size}"
+        return f"{self.stage}-t{self.tokens}-{size}"
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        return (self.stage,)
 
     @property
     def heads_per_rank(self) -> int:
@@ -219,13 +201,15 @@ class Merge:
 
     @property
     def stream_bytes(self) -> int:
-        return self.tokens * NUM_HEADS * ROW_WORDS * WORD
+        read = self.columns if self.stage == "select" else ROW_WORDS
+        return self.tokens * NUM_HEADS * read * WORD
 
     def floor(self, stage: str) -> Floor:
-        return Floor(self.stream_bytes + self.tokens * self.heads_per_rank * TOPK * WORD)
+        written = NUM_HEADS * ROW_WORDS if stage == "select" else self.heads_per_rank * TOPK
+        return Floor(self.stream_bytes + self.tokens * written * WORD)
 
 
-Case = Decode | Prefill | Select | Merge
+Case = Decode | Prefill | Alone
 
 
 def decode(
@@ -279,14 +263,16 @@ ADVERSARIAL = tuple(
     for data in ("ascending", "ties")
 )
 ADVERSARIAL_OVER_NORMAL = 2.5  # their time over that of the case of normal data, at most
-SELECT = (
-    Select(32, 1024, 3.8),
-    Select(32, 8192, 7.5),
-    Select(256, 1024, 6.0),
-    Select(256, 8192, 20.0),
-    Select(8192, 1024, 50.0),
+ALONE = (
+    Alone("select", 32, 1024, 3.8),
+    Alone("select", 32, 8192, 7.5),
+    Alone("select", 256, 1024, 6.0),
+    Alone("select", 256, 8192, 20.0),
+    Alone("select", 8192, 1024, 50.0),
+    Alone("merge", 32, target_us=1.8),
+    Alone("merge", 256),
+    Alone("merge", 8192),
 )
-MERGE = (Merge(32, 1.8), Merge(256), Merge(8192))
 
 # What a torch decode costs the host (host.py): the backend, and the most in times of the first one.
 HOST: dict[str, tuple[str, float | None]] = {
@@ -297,13 +283,13 @@ HOST: dict[str, tuple[str, float | None]] = {
     "decode-dlpack-eager": ("mosaic", 35.0),
 }
 
-FULL: tuple[Case, ...] = (*DECODE, *SELECT, *MERGE, *PREFILL, *ADVERSARIAL)
+FULL: tuple[Case, ...] = (*DECODE, *ALONE, *PREFILL, *ADVERSARIAL)
 QUICK: tuple[Case, ...] = (
     decode("quick-decode", (1024, 700, 3000), 4, each=2),
     Prefill("quick-prefill", (512, 300), (40, 24), 2),
     Prefill("quick-ascending", (3000,), (64,), 2, data="ascending"),
-    Select(8, 256, 100.0),
-    Merge(8),
+    Alone("select", 8, 256),
+    Alone("merge", 8),
 )
 
 

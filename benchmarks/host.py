@@ -17,27 +17,22 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
-from benchmarks import results, roofline
+from benchmarks import check, results, roofline
 from benchmarks.__main__ import add_run_options, fail, parser
-from benchmarks.cases import HOST
+from benchmarks.cases import HOST, decode
+from benchmarks.inputs import Pool
+from benchmarks.ranks import Rank
 from benchmarks.report import line
 from benchmarks.run import Machine
 from benchmarks.timing import Times
 
-# A bare checkout has the package beside this one; an installed one comes first.
-sys.path.append(str(Path(__file__).parents[1] / "interop"))
-
-RANKS, PAGE_SIZE = 2, 128
-REQUESTS, CONTEXT, PAGES = 8, 8192, 512
-MAX_TOKENS = 64  # of a decode step: what the receive storage has room for
-INIT_BLOCKS, LOCAL_BLOCKS, TOPK = 1, 1, 16
-GRAPH_DECODES = 12
+_CASE = decode("host", (8192,) * 8, 2)
+_GRAPH_DECODES = 12
 _ROUNDS, _CALLS = 50, 20
 
 
@@ -60,125 +55,69 @@ def measure() -> Iterator[tuple[str, Times]]:
 
 
 class _Ranks:
-    """The ranks' plans and tensors."""
+    """The ranks, each with a stream."""
 
     def __init__(self, route: str) -> None:
         import torch
 
-        import msa_icp_torch
-
-        self._torch, device = torch, torch.device("cuda", torch.cuda.current_device())
-        sizes = {"world_size": RANKS, "num_index_heads": 4, "page_size": PAGE_SIZE}
-        sizes |= {"init_blocks": INIT_BLOCKS, "local_blocks": LOCAL_BLOCKS}
-        sizes |= {"max_decode_tokens": MAX_TOKENS, "max_decode_query_len": 1}
-        sizes |= {"max_num_batched_tokens": REQUESTS, "max_num_seqs": REQUESTS}
-        sizes |= {"max_model_len": CONTEXT, "num_sparse_layers": 3}
-        prepare = msa_icp_torch.prepare_msa_icp_indexer
-        self._plans = [
-            prepare(**sizes, rank=rank, device=device, backend="mosaic", route=route)
-            for rank in range(RANKS)
+        self._torch = torch
+        self._inputs = Pool([_CASE], 0).inputs(_CASE, "mosaic")
+        self._ranks = [
+            Rank(_CASE, self._inputs, rank, route=route) for rank in range(_CASE.world_size)
         ]
-        self._comms = [plan.init_comm() for plan in self._plans]
-        self._streams = [torch.cuda.Stream() for _ in self._plans]
+        self._streams = [torch.cuda.Stream() for _ in self._ranks]
         self._calls = 0
-        rng = np.random.default_rng(0)
-
-        def small(*shape: int) -> Any:
-            """Integers whose products and sums are exact: every way gives the same scores."""
-            values = torch.from_numpy(rng.integers(-3, 4, shape).astype(np.float32))
-            return values.to(device, torch.float8_e4m3fn)
-
-        self._keys, self._query = small(PAGES, PAGE_SIZE, 128), small(REQUESTS, 4, 128)
-        table = rng.permutation(PAGES).astype(np.int32).reshape(REQUESTS, -1)
-        self._table = torch.from_numpy(table).to(device)
-        lens = torch.full((REQUESTS,), CONTEXT, dtype=torch.int32, device=device)
-        counts = torch.full_like(lens, CONTEXT // 128)
-        self._steps = []
-        for plan in self._plans:
-            keys = self._keys[:, self._rows(plan.rank)].contiguous()
-            scores = torch.empty((REQUESTS, *plan.decode_score_shape()[1:]), device=device)
-            shape = (REQUESTS, 4 // RANKS, TOPK)
-            output = torch.zeros(shape, dtype=torch.int32, device=device)
-            self._steps.append([self._query, keys, self._table, lens, counts, scores, output])
-        addresses = torch.tensor([comm.tagged_recv.data_ptr() for comm in self._comms])
-        for plan, step, comm in zip(self._plans, self._steps, self._comms, strict=True):
-            if route == "direct":  # the one-sided exchange
-                comm.tagged_recv_bases.copy_(addresses)
-                plan.check_comm(comm)
-            shapes = {"table_width": self._table.shape[1], "batch_sizes": [REQUESTS]}
-            plan.warmup(step[1], **shapes, comm=comm, tagged=True, prefill=False)
-
-    def _rows(self, rank: int) -> slice:
-        rows = PAGE_SIZE // RANKS
-        return slice(rank * rows, (rank + 1) * rows)
+        storages = [rank.comm.storage.data_ptr() for rank in self._ranks]
+        for rank in self._ranks:
+            rank.warm(storages if route == "direct" else ())
 
     def eager(self, *, fresh: bool = False) -> Times:
         """A call of every rank; `fresh` brings a query tensor of its own to every call."""
-        queries = [self._query] * _CALLS
+        own = self._ranks[0].sets[0]["queries"]
+        queries = [own] * _CALLS
 
         def renew() -> None:
-            queries[:] = [self._query.clone() for _ in queries]
+            queries[:] = [own.clone() for _ in queries]
 
         def call(number: int) -> None:
-            self._each(lambda rank: self._decode(rank, self._calls, queries[number]))
+            self._each(lambda rank: rank.decode(2 * self._calls, queries[number]))  # set 0
             self._calls += 1
 
         call(0)
-        self._torch.cuda.synchronize()
-        for rank, step in enumerate(self._steps):
-            want = self._scores(self._rows(rank))
-            if not self._torch.equal(step[-2][..., : want.shape[-1]], want):
-                raise RuntimeError(f"rank {rank} scored otherwise")
-        if self._plans[0].route == "direct":  # without an exchange there is no answer
-            self._check()
-        overhead = _times(lambda _: self._each(lambda _: None), RANKS)
-        found = _times(call, RANKS, renew if fresh else lambda: None)
+        self._check()
+        overhead = _times(lambda _: self._each(lambda _: None), len(self._ranks))
+        found = _times(call, len(self._ranks), renew if fresh else lambda: None)
         return Times(tuple(x - overhead.median for x in found.us), found.method)
 
     def graph(self) -> Times:
         """A replay of every rank's graph, divided by its decodes."""
-        graphs = [self._torch.cuda.CUDAGraph() for _ in self._plans]
-        for rank, (graph, stream) in enumerate(zip(graphs, self._streams, strict=True)):
+        graphs = {rank: self._torch.cuda.CUDAGraph() for rank in self._ranks}
+        for (rank, graph), stream in zip(graphs.items(), self._streams, strict=True):
             with self._torch.cuda.graph(graph, stream=stream):
-                for layer in range(GRAPH_DECODES):
-                    self._decode(rank, self._calls + layer, self._query)
-        for step in self._steps:
-            step[-1].zero_()
-        self._torch.cuda.synchronize()
+                for layer in range(_GRAPH_DECODES):
+                    rank.decode(2 * (self._calls + layer))
+        for rank in self._ranks:
+            rank.output.zero_()
         self._each(lambda rank: graphs[rank].replay())
-        self._torch.cuda.synchronize()
         self._check()
-        return _times(
-            lambda _: self._each(lambda rank: graphs[rank].replay()), RANKS * GRAPH_DECODES
-        )
+        each = len(graphs) * _GRAPH_DECODES
+        return _times(lambda _: self._each(lambda rank: graphs[rank].replay()), each)
 
-    def _each(self, run: Callable[[int], Any]) -> None:
-        for rank, stream in enumerate(self._streams):
+    def _each(self, run: Callable[[Rank], Any]) -> None:
+        for rank, stream in zip(self._ranks, self._streams, strict=True):
             with self._torch.cuda.stream(stream):
                 run(rank)
 
-    def _decode(self, rank: int, slot: int, query: Any) -> None:
-        step, comm = self._steps[rank], self._comms[rank]
-        self._plans[rank].decode(
-            query, *step[1:], comm=comm, slot=slot, tagged=True, decode_query_len=1
-        )
-
-    def _scores(self, rows: slice) -> Any:
-        """The largest product of every block's rows [B, 4, blocks]."""
-        pages = self._keys[:, rows].float()[self._table.long()]
-        return self._torch.einsum("bhd,bprd->bhpr", self._query.float(), pages).amax(-1)
-
     def _check(self) -> None:
-        """Raises unless both ranks chose what one rank with all keys chooses."""
-        torch, scores = self._torch, self._scores(slice(None))
-        scores[..., :INIT_BLOCKS] = torch.inf
-        scores[..., -LOCAL_BLOCKS:] = torch.inf
-        best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :TOPK]
-        want = best.sort(dim=-1).values.to(torch.int32)
-        found = torch.cat([step[-1] for step in self._steps], dim=1)
-        faults = [comm.errors.item() for comm in self._comms]
-        if any(faults) or not torch.equal(found, want):
-            raise RuntimeError(f"the ranks chose other blocks, or counted faults: {faults}")
+        """Raises unless both ranks' scores are right, and ids where they exchange rows."""
+        self._torch.cuda.synchronize()
+        for rank in self._ranks:
+            arrays = self._inputs.fixed | self._inputs.sets[0]
+            check.check_scores(_CASE, arrays | {"scores": rank.sets[0]["scores"]}, "exact")
+        if self._ranks[0].plan.route == "direct":  # a copy is no exchange
+            sent = np.stack([rank.sent(0) for rank in self._ranks], axis=1)
+            for rank, received in zip(self._ranks, sent, strict=True):
+                rank.check(received)
 
 
 def _times(
@@ -213,7 +152,7 @@ def main(arguments: Sequence[str]) -> int:
         results.prepare(out)
     except results.Refused as error:
         return fail(str(error))
-    if machine.torch is None or not machine.mosaic:
+    if not machine.mosaic:
         reason = "it takes a Hopper GPU that JAX and torch see"
         print(f"absent: {reason}")
         results.save(out, [], {"host": reason})

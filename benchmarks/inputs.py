@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.cases import Case, Decode, Merge, Prefill, Select, Sharded, visible_blocks
+from benchmarks.cases import Alone, Case, Decode, Sharded, visible_blocks
 from msa_icp_jax import msa_icp_index_score_sharded_plan
 from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, TOPK, cdiv, round_up
 from msa_icp_jax.rows import READY, ROW_WORDS
@@ -75,22 +75,18 @@ class Pool:
         return jax.eval_shape(arrays)
 
     def _inputs(self, case: Case, backend: str, sets: int) -> Inputs:
-        match case:
-            case Decode() | Prefill():
-                return self._sharded(case, backend, sets)
-            case Select():
-                shape = (case.tokens, NUM_HEADS, case.columns)
-                draw = jax.jit(lambda key: 16 * jax.random.normal(key, shape))
-                counts = jnp.full(case.tokens, case.columns, jnp.int32)
-                return Inputs(
-                    {"counts": counts}, [{"scores": draw(jax.random.key(i))} for i in range(sets)]
-                )
-            case Merge():
-                counts = np.full(case.tokens, case.blocks, np.int32)
-                received = [_received(case, counts, i) for i in range(min(sets, _MERGE_SETS))]
-                return Inputs({"counts": jnp.asarray(counts)}, [{"received": x} for x in received])
+        if isinstance(case, Sharded):
+            return self._sharded(case, backend, sets)
+        counts = np.full(case.tokens, case.columns, np.int32)
+        if case.stage == "merge":
+            drawn = [_received(case, counts, i) for i in range(min(sets, _MERGE_SETS))]
+            return Inputs({"counts": jnp.asarray(counts)}, [{"received": x} for x in drawn])
+        shape = (case.tokens, NUM_HEADS, case.columns)
+        draw = jax.jit(lambda key: 16 * jax.random.normal(key, shape))
+        drawn = [draw(jax.random.key(i)) for i in range(sets)]
+        return Inputs({"counts": jnp.asarray(counts)}, [{"scores": x} for x in drawn])
 
-    def _sharded(self, case: Decode | Prefill, backend: str, sets: int) -> Inputs:
+    def _sharded(self, case: Sharded, backend: str, sets: int) -> Inputs:
         counts = np.array([visible_blocks(position) for _, position in case.positions], np.int32)
         keys = self._keys.reshape(-1, case.rows_per_page, HEAD_DIM)
         tables = _tables(case, sets, len(keys))
@@ -163,7 +159,7 @@ def _permutation(pages: int) -> np.ndarray:
     return np.random.default_rng(0).permutation(pages).astype(np.int32)
 
 
-def _received(case: Decode | Merge, counts: np.ndarray, seed: int) -> jax.Array:
+def _received(case: Decode | Alone, counts: np.ndarray, seed: int) -> jax.Array:
     """Rows of every source rank, int32 [W, hpr, T, 33]: distinct random visible blocks each."""
     rng = np.random.default_rng(seed)
     shape = (case.world_size, case.heads_per_rank, case.tokens, TOPK)

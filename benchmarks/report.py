@@ -15,15 +15,13 @@ from benchmarks import results
 from benchmarks.cases import (
     ADVERSARIAL,
     ADVERSARIAL_OVER_NORMAL,
+    ALONE,
     DECODE,
     FULL,
     HOST,
-    MERGE,
     PREFILL,
-    SELECT,
     Case,
     Decode,
-    Select,
     Sharded,
     at_world_size,
 )
@@ -242,7 +240,7 @@ def performance() -> str:
             prefill.append(row | figures.others(case))
     for key, row in figures.rows.items():
         known = _CASES.get(row["case"])
-        if row["stage"] == "host" or known in (*SELECT, *MERGE):
+        if row["stage"] == "host" or known in ALONE:
             by = f" ({BACKENDS[row['backend']]})" if row["backend"] != "mosaic" else ""
             name = describe(known) if known else row["case"].replace("-", " ")
             stage = {"stage alone": row["stage"], "of": name + by}
@@ -365,8 +363,9 @@ def _named(name: str) -> str:
 def describe(case: Case) -> str:
     """A case in words."""
     if not isinstance(case, Sharded):
-        of = f"{case.columns:,} blocks each" if isinstance(case, Select) else ""
-        return f"{case.tokens:,} tokens, {of or f'rows of {case.world_size} ranks'}"
+        rows = f"rows of {case.world_size} ranks"
+        of = f"{case.columns:,} blocks each" if case.stage == "select" else rows
+        return f"{case.tokens:,} tokens, {of}"
     ends = dict.fromkeys((min(case.lens), max(case.lens)))
     keys = " to ".join(short(n) if n % 1024 == 0 or len(ends) == 1 else f"{n:,}" for n in ends)
     if isinstance(case, Decode):

@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from benchmarks.cases import Ceilings
 from benchmarks.timing import on_clock, timed
 
-_READ_BYTES = {"gpu": 2 << 30, "cpu": 64 << 20}
+_GPU_BYTES, _CPU_BYTES = 2 << 30, 64 << 20
 _MATMUL = 8192
 _RUNS = 7
 
@@ -20,47 +19,22 @@ _RUNS = 7
 def measure(torch: Any) -> Ceilings:
     """The best of several sums of a large array, and of fp8 products of random data.
 
-    Through torch where it is given (and sees a GPU), else through JAX.
+    On the GPU that torch sees; without torch the sum alone, by JAX.
     """
-    size = _READ_BYTES[jax.default_backend()]
-    if torch is not None:
-        words = torch.empty(size // 8, dtype=torch.int64, device="cuda").random_()
-        return Ceilings(
-            size / _best_us(torch, words.sum) / 1e6,
-            2 * _MATMUL**3 / _best_us(torch, _torch_product(torch)) / 1e6,
-        )
-    bits = jax.random.bits(jax.random.key(0), (size // 4,)).astype(jnp.int32)
-    read = size / _best_us(None, _jitted(jnp.sum, bits)) / 1e6
-    if jax.default_backend() == "cpu":
-        return Ceilings(read, None)
-    return Ceilings(read, 2 * _MATMUL**3 / _best_us(None, _jax_product()) / 1e6)
+    if torch is None:
+        words = jnp.ones(_CPU_BYTES // 4, jnp.int32)
+        total = jax.jit(jnp.sum).lower(words).compile()
+        us = on_clock(lambda: jax.block_until_ready(total(words)), _RUNS, 1, "jit").spread[0]
+        return Ceilings(_CPU_BYTES / us / 1e6, None)
 
-
-def _best_us(torch: Any, call: Callable[[], Any]) -> float:
-    call()
-    if torch is not None:
+    def best_us(call: Callable[[], Any]) -> float:
+        call()
         return min(timed(call, _RUNS, torch.cuda.synchronize))
-    return on_clock(call, _RUNS, 1, "jit").spread[0]
 
-
-def _torch_product(torch: Any) -> Callable[[], Any]:
+    words = torch.empty(_GPU_BYTES // 8, dtype=torch.int64, device="cuda").random_()
     shape = (_MATMUL, _MATMUL)
     a, b = (torch.randn(shape, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
-    scale = torch.ones((), device="cuda")
-    return lambda: torch._scaled_mm(
-        a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16
-    )
-
-
-def _jax_product() -> Callable[[], Any]:
-    draw = jax.jit(lambda key: jax.random.normal(key, (_MATMUL,) * 2).astype(jnp.float8_e4m3fn))
-    contract = (((1,), (1,)), ((), ()))
-    return _jitted(
-        lambda a, b: lax.dot_general(a, b, contract, preferred_element_type=jnp.bfloat16),
-        *(draw(jax.random.key(i)) for i in range(2)),
-    )
-
-
-def _jitted(function: Callable[..., Any], *arrays: Any) -> Callable[[], Any]:
-    compiled = jax.jit(function)
-    return lambda: jax.block_until_ready(compiled(*arrays))
+    one = torch.ones((), device="cuda")
+    rates = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16}
+    product_us = best_us(lambda: torch._scaled_mm(a, b.t(), **rates))
+    return Ceilings(_GPU_BYTES / best_us(words.sum) / 1e6, 2 * _MATMUL**3 / product_us / 1e6)

@@ -9,7 +9,7 @@ import functools
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,9 @@ from msa_icp_jax.backend import resolve_backend
 # transport) and returns the times.
 OWN_WAY: dict[str, Callable[[Case, Inputs, str], Times]] = {}
 
-_RUNS = {"graph": 15, "jit": 7}
-# Microseconds that a program should last, and a guess of a stage's time over its floor.
-_PROGRAM_US = {"graph": 2_000.0, "jit": 10_000.0}
-_OVER_FLOOR = {"mosaic": 1.2, "xla": 12.0}
-_LAUNCH_US = 2.0
-# Links of a jitted program's loop: as many as XLA launches as one graph; few of XLA's own, each of
-# which is a loop of many operations and takes long to compile.
-_LOOP_LINKS = {"mosaic": 16, "xla": 1}
+_GRAPH_RUNS, _JIT_RUNS = 15, 7
+_GRAPH_US, _JIT_US = 2_000.0, 10_000.0  # that a program should last, at least
+_XLA_OVER_FLOOR = 12.0
 _RESERVE_SECONDS = {"xla": 12, "torch_compile": 20}  # of the budget, for one more item
 _RESERVE_OTHERS_SECONDS = 3
 _GRACE_SECONDS = 30  # past the budget: a hung item is given up, what was measured is saved
@@ -73,40 +68,34 @@ class Machine:
 
     Attributes:
       torch: the torch module where it sees this GPU, else None.
+      mosaic: whether the kernels can be measured: a Hopper GPU, and torch for its graphs.
       baselines: the backends on torch tensors that can be measured here.
       absent: those that cannot, and why.
     """
 
     def __init__(self) -> None:
         device = jax.devices()[0]
-        self.gpu = device.platform == "gpu"
-        self.mosaic = self.gpu and resolve_backend("auto") == "mosaic"
-        self.device = device.device_kind
+        self.device, self.gpu = device.device_kind, device.platform == "gpu"
         torch = _torch()
         self.torch_version = str(torch.__version__) if torch else None
         self.torch = torch if self.gpu and torch and torch.cuda.is_available() else None
+        without = "torch sees no GPU" if torch and self.gpu and not self.torch else None
+        without = without if torch else "torch is not installed: `make bench CUDA=13` installs it"
+        self.mosaic = bool(self.torch) and resolve_backend("auto") == "mosaic"
         self.baselines: dict[str, Baseline] = {}
         self.absent: dict[str, str] = {}
         if not self.mosaic:
-            self.absent["mosaic"] = "it takes a GPU of compute capability 9.0 (Hopper)"
+            hopper = "it takes a GPU of compute capability 9.0 (Hopper)"
+            self.absent["mosaic"] = (self.gpu and without) or hopper
         for name in (*TORCH, *PEERS):
-            found = self.without_torch or self._find(name)
-            if isinstance(found, Baseline):
-                self.baselines[name] = found
-            else:
-                self.absent[name] = found
+            found = without or self._find(name)
+            there = self.baselines if isinstance(found, Baseline) else self.absent
+            there[name] = found  # type: ignore[assignment]
 
     def _find(self, name: str) -> Baseline | str:
         if not self.gpu and name != "torch":
             return "measured on GPUs only"
         return TORCH.get(name) or find(name)
-
-    @property
-    def without_torch(self) -> str | None:
-        """Why torch cannot be used here, or None."""
-        if self.torch_version is None:
-            return "torch is not installed"
-        return "torch sees no GPU" if self.gpu and self.torch is None else None
 
     @property
     def default_out(self) -> Path:
@@ -138,7 +127,7 @@ def items(
     """What is asked for, the most wanted first: time may run out.
 
     Raises:
-      Refused: no case has such a name, or none has such a stage on such a backend.
+      Refused: no case has such a name.
     """
     cases = QUICK if quick or not machine.gpu else FULL
     chosen = [case for case in cases if fnmatch.fnmatch(case.name, pattern)]
@@ -154,14 +143,14 @@ def items(
 
 def _all_items(cases: list[Case], machine: Machine) -> Iterator[Item]:
     sharded = [case for case in cases if isinstance(case, Sharded) and case.data == "normal"]
-    prefill = [case for case in cases if isinstance(case, Prefill) and case.data == "normal"]
-    own = "mosaic" if machine.mosaic else "xla"
-    if machine.mosaic or not machine.gpu:
-        for case in cases:
-            precision = case.precision if machine.mosaic else "exact"
-            yield from (Item(case, stage, own, precision) for stage in case.stages)
+    prefill = [case for case in sharded if isinstance(case, Prefill)]
     if machine.mosaic:
-        yield from (Item(case, "local", own, "exact") for case in prefill)
+        for case in cases:
+            yield from (Item(case, stage, "mosaic", case.precision) for stage in case.stages)
+        yield from (Item(case, "local", "mosaic", "exact") for case in prefill)
+    if not machine.gpu:
+        for case in cases:
+            yield from (Item(case, stage, "xla", "exact") for stage in case.stages)
     for name in (*PEERS, "torch"):
         if name in machine.baselines:
             alike = prefill if name == "flashinfer-no-icp" else []  # as flashinfer
@@ -175,9 +164,9 @@ def _all_items(cases: list[Case], machine: Machine) -> Iterator[Item]:
 
 def sweep(
     machine: Machine,
-    contexts: Iterable[int] | None = None,
-    batches: Iterable[int] | None = None,
-    world_sizes: Iterable[int] | None = None,
+    contexts: Sequence[int] = (),
+    batches: Sequence[int] = (),
+    world_sizes: Sequence[int] = (),
     suffix: str = "",
 ) -> list[Item]:
     """Decode's local stage at every point, requests alike; says what it leaves out.
@@ -192,9 +181,8 @@ def sweep(
         for batch in batches or BATCHES[kind]
         for context in contexts or CONTEXTS[kind]
     ]
-    cases = sorted(
-        (case for case in asked if case.key_rows <= MOST_KEY_ROWS), key=lambda case: case.key_rows
-    )
+    asked.sort(key=lambda case: case.key_rows)
+    cases = [case for case in asked if case.key_rows <= MOST_KEY_ROWS]
     left_out = f"{len(asked) - len(cases)} of {len(asked)} points: a shard larger than 1 GiB"
     if not cases:
         raise Refused(f"the sweep leaves out {left_out}")
@@ -232,7 +220,6 @@ class Runner:
         self._failed: list[str] = []
         self._inputs: tuple[Any, Inputs] | None = None
         self._lowering = Lowering()
-        self._graphs = machine.mosaic and bool(machine.torch)
 
     def run(self, asked: Sequence[str] = ()) -> int:
         """Runs everything; 0, 1 when an item failed, 2 when nothing was measured.
@@ -257,11 +244,16 @@ class Runner:
     def _run(self) -> None:
         if self._budget < math.inf:
             faulthandler.dump_traceback_later(self._budget + _GRACE_SECONDS, exit=True)
-        self._note()
-        self.ceilings = roofline.measure(self.machine.torch)
-        fp8 = self.ceilings.fp8_tflops
-        product = f"fp8 product {fp8:.0f} TFLOP/s" if fp8 else "no fp8 unit"
-        self._say(f"{self.machine.device}: reads {self.ceilings.read_tbps:.3f} TB/s, {product}")
+        if not self.machine.gpu:
+            self._say(
+                "NOTE: JAX sees no GPU. On a CPU times tell no more than that everything runs: "
+                "small cases, no floor, every stage by its portable definition"
+            )
+        ceilings = roofline.measure(self.machine.torch)
+        fp8 = f"{ceilings.fp8_tflops:.0f} TFLOP/s" if ceilings.fp8_tflops else "none"
+        self._say(f"{self.machine.device}: reads {ceilings.read_tbps:.3f} TB/s, fp8 product {fp8}")
+        version = self.machine.torch_version
+        self._setting = results.Setting(self.machine.device, version, ceilings, self.commit)
         given = dict.fromkeys(map(self._given, self.wanted))
         self.pool = Pool(list(given), GPU_STREAM_BYTES if self.machine.gpu else 0)
         self._prepare_kernels()
@@ -269,52 +261,31 @@ class Runner:
             self._attempt(item)
         faulthandler.cancel_dump_traceback_later()
 
-    def _note(self) -> None:
-        """Says what a reader of the figures must know first."""
-        if not self.machine.gpu:
-            self._say(
-                "NOTE: JAX sees no GPU. On a CPU times tell no more than that everything runs, so "
-                "small cases are taken and no floor is shown; every stage is its portable "
-                "definition (fused-local: a loop far slower than score and select)"
-            )
-        elif self.machine.without_torch:
-            self._say(
-                f"NOTE: {self.machine.without_torch.upper()}: kernels are timed by jit (one program"
-                " of many repeats, 1 to 2 us longer each), not in a CUDA graph, and "
-                f"{', '.join((*TORCH, *PEERS))} are not measured; `make bench CUDA=13` installs "
-                "torch too"
-            )
-
     def _prepare_kernels(self) -> None:
-        """Lowers and compiles ahead what will be launched from a graph."""
-        stages: dict[tuple[str, str], tuple[Case, list[str]]] = {}
+        """Lowers and compiles ahead."""
+        stages: dict[tuple[Case, str], list[str]] = {}
         for item in self.wanted:
             if item.backend == "mosaic" and item.stage not in OWN_WAY:
-                key = item.case.name, item.precision
-                stages.setdefault(key, (item.case, []))[1].append(item.stage)
-        if not self._graphs or len(stages) < _LEAST_TASKS:
+                stages.setdefault((item.case, item.precision), []).append(item.stage)
+        if len(stages) < _LEAST_TASKS:
             return
-        heavy_first = sorted(stages.items(), key=lambda x: not isinstance(x[1][0], Prefill))
+        heavy_first = sorted(stages.items(), key=lambda x: not isinstance(x[0][0], Prefill))
         tasks: list[Task] = [
-            (case, key[1], tuple(names), written_like(case) | self.pool.structs(case, "mosaic"))
-            for key, (case, names) in heavy_first
+            (case, precision, tuple(names), written_like(case) | self.pool.structs(case, "mosaic"))
+            for (case, precision), names in heavy_first
         ]
         self._lowering.prepare(tasks, jax.devices()[0].core_count)
         self._say("kernels compiled")
 
     def _attempt(self, item: Item) -> None:
         reserve = _RESERVE_SECONDS.get(item.backend, _RESERVE_OTHERS_SECONDS)
-        if self._elapsed() > self._budget - reserve:
+        if time.monotonic() - self._start > self._budget - reserve:
             print(f"left out, out of time: {item.label}")
             return
         try:
             times = self._measure(item)
-            floor = self._given(item).floor(item.stage).us(self.ceilings)
-            machine = self.machine
-            setting = results.Setting(
-                machine.device, machine.torch_version, self.ceilings, self.commit
-            )
-            row = setting.row(item.key, times, floor, **item.extra)
+            floor = self._given(item).floor(item.stage).us(self._setting.ceilings)
+            row = self._setting.row(item.key, times, floor, **item.extra)
             results.save(results.beside(self.out, item.beside), [row])
             self.rows[results.key_of(row)] = row
             self._say(report.line(row, self.rows))
@@ -328,71 +299,51 @@ class Runner:
 
     def _measure(self, item: Item) -> Times:
         """Checks and times."""
-        inputs = self._inputs_of(item)
+        case, inputs, shapes = item.case, self._inputs_of(item), written_like(item.case)
         if item.stage in OWN_WAY:
-            return OWN_WAY[item.stage](item.case, inputs, item.extra["transport"])
+            return OWN_WAY[item.stage](case, inputs, item.extra["transport"])
         if item.backend in self.machine.baselines:
             given = self._given(item)
             assert isinstance(given, Decode | Prefill)
-            torch_run = TorchRun(given, inputs, self.machine.baselines[item.backend])
-            torch_run.check()
-            return torch_run.times(_RUNS["graph"])
-        run, arrays = self._prepare(item, inputs)
-        _check(item, arrays)
-        return run.times(_RUNS["graph" if isinstance(run, GraphRun) else "jit"])
+            run = TorchRun(given, inputs, self.machine.baselines[item.backend])
+            run.check()
+            return run.times(_GRAPH_RUNS)
+        stage = build(case, item.stage, item.backend, item.precision)
+        floor = case.floor(item.stage).us(self._setting.ceilings)
+        if item.backend == "mosaic":
+            lower = functools.partial(self._lowering.of, case, item.precision)
+            graph = GraphRun(stage, inputs, shapes, math.ceil(_GRAPH_US / (floor + 2)), lower)
+            check_stage(item, graph.run())
+            return graph.times(_GRAPH_RUNS)
+        links = math.ceil(_JIT_US / (_XLA_OVER_FLOOR * floor)) if self.machine.gpu else 1
+        jit = JitRun(stage, inputs, shapes, links)
+        check_stage(item, jit.last_set | jit.run())
+        return jit.times(_JIT_RUNS)
 
     def _given(self, item: Item) -> Case:
         """The case that the item's backend gets."""
         baseline = self.machine.baselines.get(item.backend)
         return baseline.given(item.case) if baseline else item.case
 
-    def _prepare(self, item: Item, inputs: Inputs) -> tuple[GraphRun | JitRun, dict[str, Any]]:
-        """The stage, run once: what times it, and all its arrays."""
-        case, shapes = item.case, written_like(item.case)
-        if item.backend == "mosaic" and self._graphs:
-            stage = build(case, item.stage, item.backend, item.precision, arrange=False)
-
-            lower = functools.partial(self._lowering.of, case, item.precision)
-            run = GraphRun(stage, inputs, shapes, self._links(item, "graph"), lower)
-            return run, run.run()
-        stage = build(case, item.stage, item.backend, item.precision, arrange=True)
-        links, loop = self._links(item, "jit"), _LOOP_LINKS[item.backend]
-        jit_run = JitRun(stage, inputs, shapes, links, loop)
-        return jit_run, jit_run.last_set | jit_run.run()
-
-    def _links(self, item: Item, method: str) -> int:
-        """Links for a program that lasts long enough; on a CPU, each set once."""
-        if not self.machine.gpu:
-            return 1
-        floor = item.case.floor(item.stage).us(self.ceilings)
-        guess = floor * _OVER_FLOOR[item.backend] + _LAUNCH_US
-        return max(1, round(_PROGRAM_US[method] / guess))
-
     def _inputs_of(self, item: Item) -> Inputs:
         """The inputs of the case that the item gets; the last ones are kept."""
-        backend = "mosaic" if item.backend == "mosaic" else "xla"
-        key = (self._given(item), backend)
+        key = (self._given(item), "mosaic" if item.backend == "mosaic" else "xla")
         if self._inputs is None or self._inputs[0] != key:
             self._inputs = None  # frees the last ones before making new ones
             self._inputs = (key, self.pool.inputs(*key))
         return self._inputs[1]
 
-    def _elapsed(self) -> float:
-        return time.monotonic() - self._start
-
     def _say(self, text: str) -> None:
-        print(f"[{self._elapsed():6.1f} s] {text}", flush=True)
+        print(f"[{time.monotonic() - self._start:6.1f} s] {text}", flush=True)
 
 
-def _check(item: Item, arrays: dict[str, Any]) -> None:
+def check_stage(item: Item, arrays: dict[str, Any]) -> None:
     """Raises `check.Mismatch` unless the stage computed what it should."""
-    case = item.case
-    if isinstance(case, Decode | Prefill) and item.stage != "merge":
-        check.check_scores(case, arrays, item.precision)
+    tokens, counts = item.case.tokens, arrays["counts"]
+    if isinstance(item.case, Sharded) and item.stage != "merge":
+        check.check_scores(item.case, arrays, item.precision)
     if item.stage in ("select", "local", "fused-local", "chain"):
-        check.check_rows(case.tokens, arrays["scores"], arrays["counts"], arrays["rows"])
+        check.check_rows(tokens, arrays["scores"], counts, arrays["rows"])
     if item.stage in ("merge", "chain"):
-        received = arrays.get("arranged", arrays["received"])
-        check.check_merged(
-            case.tokens, received, arrays["counts"], arrays["output"], arrays["errors"]
-        )
+        merged = (arrays["received"], counts, arrays["output"], arrays["errors"])
+        check.check_merged(tokens, *merged)

@@ -21,10 +21,11 @@ from benchmarks.cases import (
     LOCAL_BLOCKS,
     PAGE_SIZE,
     RANK,
+    Alone,
     Case,
     Decode,
     Prefill,
-    Select,
+    Sharded,
 )
 from msa_icp_jax import (
     msa_icp_decode_index_score_sharded,
@@ -82,17 +83,8 @@ def run(parts: tuple[Part, ...], arrays: dict[str, Any]) -> dict[str, Any]:
     return arrays
 
 
-def build(case: Case, stage: str, backend: str, precision: str, *, arrange: bool) -> Stage:
-    """The stage of a case.
-
-    Args:
-      case: the work point.
-      stage: one of `case.stages`.
-      backend: "mosaic" or "xla".
-      precision: "exact" or "fast".
-      arrange: whether a chain puts its own rows among those received, as the exchange would. Where
-        the launches are ordered anyhow, the received rows are simply there.
-    """
+def build(case: Case, stage: str, backend: str, precision: str) -> Stage:
+    """The stage of a case; what a merge receives is there, nothing is exchanged."""
     if isinstance(case, Prefill):
         made = _prefill_parts(case, backend, precision)
         score, select = made["score"], made["select"]
@@ -106,19 +98,15 @@ def build(case: Case, stage: str, backend: str, precision: str, *, arrange: bool
             "fused-local": Stage((made["fused"],), "table", prelude=(score,)),
         }[stage]
     select, merge = _select(case, backend), _merge(backend)
-    if not isinstance(case, Decode):
-        return Stage((select if isinstance(case, Select) else merge,), "counts")
+    if isinstance(case, Alone):
+        return Stage((select if stage == "select" else merge,), "counts")
     score = _decode_score(case, backend, precision)
-    exchange: tuple[Part, ...] = ()
-    if arrange:
-        put = Part("arrange", _put_own, ("received", "rows"), ("arranged",))
-        exchange = (put, _merge(backend, "arranged"))
     return {
         "score": Stage((score,), "lens"),
         "select": Stage((select,), "counts", prelude=(score,)),
         "local": Stage((score, select), "lens"),
         "merge": Stage((merge,), "counts"),
-        "chain": Stage((score, select, *(exchange or (merge,))), "lens"),
+        "chain": Stage((score, select, merge), "lens"),
     }[stage]
 
 
@@ -126,7 +114,7 @@ def written_like(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of the arrays that stages write."""
     shapes: dict[str, jax.ShapeDtypeStruct] = {}
     tokens, words = case.tokens, functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    if isinstance(case, Decode | Prefill):
+    if isinstance(case, Sharded):
         shapes["scores"] = jax.ShapeDtypeStruct((tokens, NUM_HEADS, case.columns), jnp.float32)
     if isinstance(case, Prefill):
         return shapes | {"rows": words((NUM_HEADS, tokens, ROW_WORDS))}
@@ -179,11 +167,7 @@ def _select(case: Case, backend: str) -> Part:
     return Part("select", select, ("scores", "counts"), ("rows",))
 
 
-def _put_own(received: Any, rows: Any) -> Any:
-    return received.at[RANK].set(rows[RANK])
-
-
-def _merge(backend: str, received: str = "received") -> Part:
+def _merge(backend: str) -> Part:
     def merge(received: Any, counts: Any, output: Any, errors: Any) -> tuple[Any, ...]:
         merged = msa_icp_merge_candidates(
             *(received, counts, output, errors),
@@ -194,7 +178,7 @@ def _merge(backend: str, received: str = "received") -> Part:
         )
         return merged.output, merged.errors
 
-    return Part("merge", merge, (received, "counts", "output", "errors"), ("output", "errors"))
+    return Part("merge", merge, ("received", "counts", "output", "errors"), ("output", "errors"))
 
 
 def _prefill_parts(case: Prefill, backend: str, precision: str) -> dict[str, Part]:

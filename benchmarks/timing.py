@@ -7,8 +7,7 @@ own time: no dispatch, no operation between links, and launches may overlap as t
 
 *jit*: a program runs the stage *links* times over all input sets in turn, writing into donated
 buffers. Each link's smallest input depends on the result of the link before, so that no two links
-overlap and none can be dropped; that costs one tiny operation a link (1 to 2 microseconds on a
-GPU). The program is long enough for its dispatch not to count.
+overlap and none can be dropped; that and taking the set cost a few microseconds a link on a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from msa_icp_jax.ops._mosaic.launch import Target, building_for
 from msa_icp_jax.rows import READY
 
 _MAX_LINKS = 512  # of a graph
-_MAX_SETS_PER_LINK = 4  # of the least that a loop's body has: each set adds to compile time
 
 Launch = Callable[[], Any]
 
@@ -249,7 +247,7 @@ def _see_no_gpu() -> None:
 def lower_task(task: Task, sms: int) -> Kept:
     """Every part of a task's stages."""
     case, precision, stages, structs = task
-    built = [build(case, stage, "mosaic", precision, arrange=False) for stage in stages]
+    built = [build(case, stage, "mosaic", precision) for stage in stages]
     parts = {part.name: part for stage in built for part in (*stage.prelude, *stage.parts)}
     found: Kept = {}
     with building_for(Target(sms)):
@@ -283,35 +281,15 @@ def compile_all(programs: Iterable[Lowered]) -> None:
 
 
 class JitRun:
-    """A stage's program with its buffers."""
+    """A stage's program of `links` links with its buffers, compiled."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        inputs: Inputs,
-        shapes: dict[str, Any],
-        links: int,
-        loop_links: int = 16,
-    ) -> None:
-        """Compiles.
-
-        Args:
-          stage, inputs: what runs, and on what.
-          shapes: of the arrays that stages write.
-          links: how many to run, rounded up to whole loops over the sets.
-          loop_links: links of the loop's body at least; it has one for each set, four times
-            that at most.
-        """
-        sets = inputs.sets[: _MAX_SETS_PER_LINK * loop_links]
-        sets = [_after_prelude(stage, inputs.fixed, x, shapes) for x in sets]
-        loop = sets * max(1, -(-min(links, loop_links) // len(sets)))
-        self.links = len(loop) * -(-links // len(loop))
-        self.last_set = inputs.fixed | sets[-1]
-        self._inputs = (inputs.fixed, loop)
+    def __init__(self, stage: Stage, inputs: Inputs, shapes: dict[str, Any], links: int) -> None:
+        sets = [_after_prelude(stage, inputs.fixed, x, shapes) for x in inputs.sets]
+        self.links, self.last_set = links, inputs.fixed | sets[(links - 1) % len(sets)]
+        self._inputs = (inputs.fixed, jax.tree.map(lambda *x: jnp.stack(x), *sets))
         results = jax.eval_shape(stage.run, inputs.fixed | sets[0] | shapes)
         self._written = {k: jnp.full(v.shape, initial(k), v.dtype) for k, v in results.items()}
-        lowered = program(stage, self.links // len(loop)).lower(*self._inputs, self._written)
-        self._program = lowered.compile()
+        self._program = program(stage, links).lower(*self._inputs, self._written).compile()
 
     def run(self) -> dict[str, Any]:
         """Runs once; the arrays written, as the last link (of the last set) left them."""
@@ -332,22 +310,19 @@ def on_clock(call: Launch, runs: int, each: int, method: str) -> Times:
     return Times(tuple(found), method)
 
 
-def program(stage: Stage, loops: int) -> Any:
-    """The jitted program of (fixed arrays, a loop's sets, written arrays)."""
-    # A jitted link is traced and lowered once, however often it is called.
-    link = jax.jit(stage.run)
+def program(stage: Stage, links: int) -> Any:
+    """The jitted program of (fixed arrays, the stacked sets, written arrays)."""
 
     @functools.partial(jax.jit, donate_argnums=2)
-    def repeat(fixed: Any, loop: list[Any], written: Any) -> Any:
-        def once(_: Any, written: Any) -> Any:
-            for one_set in loop:
-                arrays = fixed | one_set | written
-                arrays[stage.hinge] = arrays[stage.hinge] + _zero(written)
-                # The barrier: every link's results are wanted whole, not just the word in _zero.
-                written = lax.optimization_barrier(link(arrays))
-            return written
+    def repeat(fixed: Any, sets: Any, written: Any) -> Any:
+        def once(link: Any, written: Any) -> Any:
+            one_set = jax.tree.map(lambda x: x[link % len(x)], sets)
+            arrays = fixed | one_set | written
+            arrays[stage.hinge] = arrays[stage.hinge] + _zero(written)
+            # The barrier: every link's results are wanted whole, not just the word in _zero.
+            return lax.optimization_barrier(stage.run(arrays))
 
-        return once(0, written) if loops == 1 else lax.fori_loop(0, loops, once, written)
+        return lax.fori_loop(0, links, once, written)
 
     return repeat
 

@@ -6,12 +6,11 @@ import sys
 import types
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 
-from benchmarks import check, exchange, results
+from benchmarks import check, exchange, ranks, results
 from benchmarks.cases import DECODE, QUICK
 from benchmarks.inputs import Pool
 from benchmarks.timing import Times
@@ -41,13 +40,12 @@ def test_rows_of_tagged_words_are_larger():
 def test_a_transport_is_checked_before_it_is_timed(backend, right, monkeypatch):
     """On a plan that computes with numpy; every rank's rows are this one's."""
     torch = pytest.importorskip("torch", reason="torch is not installed (extra torch)")
-    case = QUICK[0]
-    heads, calls = case.heads_per_rank, []
+    case, calls, addresses = QUICK[0], [], []
 
     class Plan:
         def init_comm(self, storage):
-            connect = addresses.extend
-            return types.SimpleNamespace(errors=np.zeros(1, np.int32), connect=connect)
+            assert (storage is None) == (backend == "nccl")
+            return types.SimpleNamespace(errors=np.zeros(1, np.int32), connect=addresses.extend)
 
         def decode_score_shape(self):
             return (case.tokens, 4, case.columns)
@@ -59,29 +57,23 @@ def test_a_transport_is_checked_before_it_is_timed(backend, right, monkeypatch):
             calls.append(slot)
             scores.normal_()
             rows = oracle.select(scores.numpy(), counts.numpy(), 0, 1)
-            received = np.stack([rows[:heads]] * case.world_size)
+            received = np.stack([rows[: case.heads_per_rank]] * case.world_size)
             ids = oracle.merge(received, counts.numpy(), 0, 1)
             output.copy_(torch.from_numpy(ids if right else ids - 1))
 
-    addresses = []
-    monkeypatch.setattr(exchange, "plan_of", lambda _: Plan())
-    monkeypatch.setattr(exchange, "storage_of", lambda _: None if backend == "nccl" else "memory")
+    monkeypatch.setattr(ranks, "plan_of", lambda *_: Plan())
+    monkeypatch.setattr(exchange, "storage_of", lambda _: "memory")
     monkeypatch.setattr(exchange, "addresses_of", lambda storage: [16, 32])
     monkeypatch.setattr(exchange, "delivered", lambda rows: np.stack([rows[0]] * len(rows)))
     monkeypatch.setattr(exchange, "in_graph", lambda links, runs, before: Times((1.0,), "graph"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for name in ("empty", "full", "zeros"):
-        made = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *a, made=made, device, **k: made(*a, **k))
     inputs = Pool([case], 0).inputs(case, "mosaic")
     if right:
-        assert exchange.over(backend, case, inputs).median == 1.0
+        assert exchange.over(backend, case, inputs, 0).median == 1.0
     else:
         with pytest.raises(check.Mismatch, match="ids of token 0"):
-            exchange.over(backend, case, inputs)
+            exchange.over(backend, case, inputs, 0)
     assert calls == [0, 1, 2]
     assert addresses == ([] if backend == "nccl" else [16, 32])
-    assert isinstance(inputs.fixed["counts"], jnp.ndarray)
 
 
 def test_help_takes_no_torch(monkeypatch, capsys):
