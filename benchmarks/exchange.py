@@ -48,7 +48,7 @@ def cases(world_size: int, pattern: str) -> list[Decode]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    found = parser(".exchange", __doc__)
+    found = parser("torchrun --nproc-per-node 2 -m benchmarks.exchange", __doc__)
     found.add_argument(
         "--cases", default="*", metavar="GLOB", help="names of cases, all by default: '*b32-32k*'"
     )

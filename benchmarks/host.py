@@ -141,7 +141,7 @@ def _times(
 
 
 def main(arguments: Sequence[str]) -> int:
-    found = parser(".host", __doc__)
+    found = parser("python -m benchmarks.host", __doc__)
     parsed = add_run_options(found, "<device>.json", budget=120.0).parse_args(arguments)
     end = time.monotonic() + parsed.budget_seconds
     if importlib.util.find_spec("torch"):

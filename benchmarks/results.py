@@ -280,6 +280,10 @@ class Fit:
     worst: float
     worst_case: str
 
+    def __str__(self) -> str:
+        model = f"{self.fixed_us:.2f} us + bytes / {self.rate_tbps:.4g} TB/s"
+        return f"{self.group}, {self.points} points: {model}; farthest off, it is {self.misfit}"
+
     def us(self, size: float) -> float:
         """The model's time for `size` bytes."""
         return self.fixed_us + size / self.rate_tbps / 1e6

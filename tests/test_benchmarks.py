@@ -787,7 +787,7 @@ def test_sweep_command(tmp_path, capsys):
 def test_a_point_is_no_model(tmp_path, capsys):
     sizes = ["--contexts", "1000", "--batches", "1", "--world-sizes", "2"]
     assert main(["sweep", *sizes, "--out", str(tmp_path / "s.json")]) == 0
-    assert "no model fitted: it takes 3 points or more" in capsys.readouterr().out
+    assert "no model: it takes 3 points or more" in capsys.readouterr().out
     (key,) = results.load(tmp_path / "s.json").rows
     assert key[0] == "s-b1-1000-w2"
 
