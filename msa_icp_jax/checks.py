@@ -7,6 +7,7 @@ shape. Shapes and dtypes are static under ``jit``, so the checks cost nothing at
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -155,3 +156,25 @@ def _short(value: Any) -> str:
         return f"an int of {value.bit_length()} bits"
     text = str(value) if isinstance(value, int | float | np.number) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def same_fields(one: Any, other: object) -> bool:
+    """Equality of dataclasses that hold arrays: these have no one answer to ==, so identity counts.
+
+    What an array's place may hold otherwise (a PartitionSpec, a shape) is compared by value.
+    """
+    kind: Any = type(one)
+    if kind is not type(other):
+        return False
+    names = [field.name for field in dataclasses.fields(kind)]
+    return all(_same(getattr(one, name), getattr(other, name)) for name in names)
+
+
+def _same(x: Any, y: Any) -> bool:
+    if x is y:
+        return True
+    if isinstance(x, (jax.Array, np.ndarray)) or isinstance(y, (jax.Array, np.ndarray)):
+        return False
+    if isinstance(x, tuple) and isinstance(y, tuple):
+        return len(x) == len(y) and all(map(_same, x, y))
+    return bool(x == y)

@@ -148,6 +148,10 @@ class MSAIcpComm:
     expected_generations: jax.Array
     errors: jax.Array
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the fields are the same; an array is so to itself alone."""
+        return checks.same_fields(self, other)
+
     @classmethod
     def zeros(cls, world_size: int, capacity: int) -> MSAIcpComm:
         """Fresh storage of one rank for `capacity` tokens."""

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from msa_icp_jax import (
     MSAIcpComm,
     msa_icp_comm_layout,
+    msa_icp_index_score_sharded_plan,
     msa_icp_merge_candidates,
     msa_icp_topk_select_publish,
 )
@@ -442,3 +443,12 @@ def test_worked_example() -> None:
         )
         assert merged.output.tolist() == [[[*range(forced), 15, 18]] * 2]
         assert merged.errors.tolist() == [0]
+
+
+def test_storage_and_window_plans_are_equal_to_themselves_alone() -> None:
+    """Arrays have no one answer to ==; asking never raises."""
+    lens = np.array([3], np.int32)
+    window = functools.partial(msa_icp_index_score_sharded_plan, lens, lens, 4, qo_offset=[0])
+    for make in (functools.partial(MSAIcpComm.zeros, 2, 3), window):
+        one, other = make(), make()
+        assert one == dataclasses.replace(one) and one != other and one != "another kind"

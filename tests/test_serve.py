@@ -246,6 +246,32 @@ def test_a_damaged_export_is_refused_with_its_reason(
     assert said.count("\n") == 1
 
 
+def test_an_export_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compiled(*_: Any) -> Any:
+        raise AssertionError("it came to the work")
+
+    monkeypatch.setattr(aot, "write", compiled)
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
+        assert cli.main(["--export", str(folder)]) == cli.UNUSABLE
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.count("\n") == 1
+        assert f"serve.py: --export {folder} cannot be written: " in said.err
+
+
+def test_a_disk_that_fills_up_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(aot, "write", full)
+    assert cli.main(["--export", str(tmp_path)]) == cli.UNUSABLE
+    assert "cannot be written: [Errno 28] No space left" in capsys.readouterr().err
+
+
 def test_a_step_that_cannot_be_run_is_refused(
     exported: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -546,6 +546,16 @@ def test_a_comm_is_not_copied(plan):
             copy_of(plan.init_comm())
 
 
+def test_a_plan_is_not_copied(plan):
+    for copy_of in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"^an MSAIcpIndexerPlan .* cannot be pickled or copi"):
+            copy_of(plan)
+
+
+def test_a_device_may_be_its_string():
+    assert torch_inputs.prepare(2, 128, 0, device="cpu").device == torch.device("cpu")
+
+
 def test_another_default_device():
     with torch.device("meta"):
         plan = torch_inputs.prepare(2, 128, 0)
@@ -605,7 +615,9 @@ def test_inside_graph_capture(plan, method, monkeypatch):
             TypeError,
             "group must be a torch.distributed.ProcessGroup or None, got int",
         ),
-        ({"device": "cpu"}, TypeError, "device must be a torch.device"),
+        ({"device": 0}, TypeError, "device must be a torch.device or its string, got int"),
+        ({"device": "meta"}, ValueError, "device must be cpu or cuda, got meta"),
+        ({"device": "gpu:0"}, ValueError, "device must be cpu or cuda, got 'gpu:0'"),
         ({"device": torch.device("meta")}, ValueError, "device must be cpu or cuda"),
     ],
 )
@@ -629,6 +641,23 @@ def test_a_gpu_that_jax_does_not_have(monkeypatch):
     monkeypatch.setattr(bridge.jax, "local_devices", no_gpu)
     with pytest.raises(RuntimeError, match=r"no cuda backend .* cuDNN .* JAX's plugin .* cuDNN"):
         torch_inputs.prepare(2, 128, 0, device=torch.device("cuda", 0))
+
+
+def test_an_amd_gpu_gets_amds_advice(monkeypatch):
+    """torch calls it cuda, and its capability may read as Hopper's."""
+
+    def no_gpu(backend: str) -> Any:
+        raise RuntimeError(f"Unknown backend {backend}")
+
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "AMD Instinct MI250X")
+    monkeypatch.setattr(bridge.jax, "local_devices", no_gpu)
+    with pytest.raises(RuntimeError, match=r"no rocm backend for device cuda:0.*ROCm") as refused:
+        torch_inputs.prepare(2, 128, 0, device=torch.device("cuda", 0))
+    assert "cuda1" not in str(refused.value) and "cuDNN" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"on AMD Instinct MI250X: \"direct\" is Hopper's"):
+        torch_inputs.prepare(2, 128, 0, device="cuda:0", backend="auto", route="direct")
 
 
 def test_platforms_that_leave_the_device_out(monkeypatch):

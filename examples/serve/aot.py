@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,29 @@ class Unloadable(RuntimeError):
     """There is no saved step here that this process could run."""
 
 
+class Unsavable(RuntimeError):
+    """The export cannot be written where it should go."""
+
+
 def save(config: Config, params: Params, mesh: Mesh | None, folder: Path) -> dict[str, Any]:
     """Exports the decode step for each platform; runs this machine's once, for `load` to compare.
 
     With a mesh the loading process needs as many devices, without one it needs a single device.
+
+    Raises:
+      Unsavable: the folder cannot be made or written; before anything is compiled, if that shows.
     """
     register()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        return write(config, params, mesh, folder)
+    except OSError as error:
+        raise Unsavable(f"--export {folder} cannot be written: {one_line(error)}") from error
+
+
+def write(config: Config, params: Params, mesh: Mesh | None, folder: Path) -> dict[str, Any]:
+    """Exports the step for each platform into the folder; returns what `save` does."""
     saved = {}
     for platform, backend in BACKENDS.items():
         programs = Programs(config, make_plan(config, WORLD_SIZE, backend), mesh)

@@ -32,14 +32,15 @@ def main(arguments: list[str] | None = None) -> int:
     config = Config(page_size=options.page_size)
     params = init_params(config)
     mesh_of = no_mesh if options.one_device else device_mesh
-    if options.load:
+    if options.load or options.export:
         try:
-            result = aot.load(options.load, device_mesh)
-        except aot.Unloadable as error:
+            if options.load:
+                result = aot.load(options.load, device_mesh)
+            else:
+                result = aot.save(config, params, mesh_of(aot.WORLD_SIZE), options.export)
+        except (aot.Unloadable, aot.Unsavable) as error:
             print(f"serve.py: {error}", file=sys.stderr)
             return UNUSABLE
-    elif options.export:
-        result = aot.save(config, params, mesh_of(aot.WORLD_SIZE), options.export)
     else:
         runs = {
             name: serve(

@@ -291,13 +291,18 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def with_index(device: Any) -> torch.device:
-    """A cpu or cuda device, the latter with its index.
+    """A cpu or cuda device, or its string, as a device; the latter with its index.
 
     Raises:
-      TypeError, ValueError: it is no torch device, or one of another type.
+      TypeError, ValueError: it is no torch device and no string of one, or one of another type.
     """
+    if isinstance(device, str):
+        try:
+            device = torch.device(device)
+        except RuntimeError:  # torch's is a page of device types
+            raise ValueError(f"device must be cpu or cuda, got {device!r}") from None
     if not isinstance(device, torch.device):
-        raise TypeError(f"device must be a torch.device, got {type(device).__name__}")
+        raise TypeError(f"device must be a torch.device or its string, got {type(device).__name__}")
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda":
@@ -311,20 +316,39 @@ def _current_cuda_index() -> int:
 
 def _find_jax_device(device: torch.device) -> jax.Device:
     """JAX's name for a torch device, or an error that says why there is none."""
+    rocm = device.type == "cuda" and is_rocm()  # torch calls AMD's GPUs cuda, too
+    platform = "rocm" if rocm else device.type
     try:
-        devices = jax.local_devices(backend=device.type)
+        devices = jax.local_devices(backend=platform)
     except (RuntimeError, AssertionError) as error:  # the latter where JAX_PLATFORMS has none
         reason = str(error) or f"none of JAX_PLATFORMS={jax.config.jax_platforms} is there"
         raise RuntimeError(
-            f"JAX has no {device.type} backend for device {device}: {reason}. On a GPU, install "
-            "JAX for it (extra cuda12 or cuda13). "
-            f"torch has cuDNN {torch.backends.cudnn.version()}, JAX's plugin was built for cuDNN "
-            f"{_jax_cudnn()}; JAX cannot use an older one."
+            f"JAX has no {platform} backend for device {device}: {reason}. "
+            + (_ROCM_ADVICE if rocm else _cuda_advice())
         ) from error
     for candidate in devices:
         if candidate.local_hardware_id == (device.index or 0):
             return candidate
     raise RuntimeError(f"JAX does not see device {device}, only {devices}")
+
+
+def is_rocm() -> bool:
+    """Whether this torch is one for AMD's GPUs."""
+    return torch.version.hip is not None
+
+
+_ROCM_ADVICE = (
+    "Install JAX with its ROCm plugins for this ROCm release (docs.jax.dev says how); this "
+    "package has no extra for them."
+)
+
+
+def _cuda_advice() -> str:
+    return (
+        "On a GPU, install JAX for it (extra cuda12 or cuda13). torch has cuDNN "
+        f"{torch.backends.cudnn.version()}, JAX's plugin was built for cuDNN {_jax_cudnn()}; JAX "
+        "cannot use an older one."
+    )
 
 
 def _jax_cudnn() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ def prepare_msa_icp_indexer(
     max_num_seqs: int,
     max_model_len: int,
     num_sparse_layers: int,
-    device: torch.device,
+    device: torch.device | str,
     backend: str = "auto",
     precision: str = "auto",
     route: str = "auto",
@@ -51,7 +51,7 @@ def prepare_msa_icp_indexer(
         max_decode_query_len, max_num_batched_tokens, max_num_seqs, max_model_len,
         num_sparse_layers: as in `msa_icp_jax.prepare_msa_icp_indexer`.
       rank: this process's rank in the group.
-      device: where all tensors live, cpu or cuda.
+      device: where all tensors live, cpu or cuda; a torch.device or its string.
       backend: "auto" (Mosaic kernels on Hopper, else XLA), "mosaic" or "xla".
       precision: "auto" (decode exact, prefill fast), "exact" or "fast"; it matters on Mosaic only.
       route: how kernels are launched: "direct" (on torch's current stream, without the JAX runtime;
@@ -132,6 +132,13 @@ class MSAIcpIndexerPlan:
         self.device = device
         self.group = group
         self._transports = _Transports()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an MSAIcpIndexerPlan of msa_icp_torch cannot be pickled or copied: it holds this "
+            "process's device, compiled kernels and process group; every process makes its own "
+            "with prepare_msa_icp_indexer"
+        )
 
     @property
     def fused_decode_min_batch(self) -> int | None:

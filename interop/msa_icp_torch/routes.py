@@ -10,6 +10,7 @@ import torch
 
 from msa_icp_jax import checks
 from msa_icp_jax.backend import BACKENDS
+from msa_icp_torch.bridge import is_rocm
 from msa_icp_torch.calls import Route
 
 ROUTES = ("auto", "dlpack", "direct")
@@ -56,7 +57,9 @@ def direct_route(plan: Any, device: torch.device, group: Any, spin_limit: int) -
 
 
 def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    if device.type != "cuda" or is_rocm():  # an AMD GPU's capability may read (9, 0), too
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _name(device: torch.device) -> str:

@@ -53,6 +53,10 @@ class MSAIcpScorePlan:
     max_seq_len: int = dataclasses.field(metadata={"static": True})
     work: PrefillWork | None = None
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the fields are the same; an array is so to itself alone."""
+        return checks.same_fields(self, other)
+
     @property
     def num_segments(self) -> int:
         """B, zero-length segments included."""
