@@ -163,10 +163,9 @@ def same_fields(one: Any, other: object) -> bool:
 
     What an array's place may hold otherwise (a PartitionSpec, a shape) is compared by value.
     """
-    kind: Any = type(one)
-    if kind is not type(other):
+    if one.__class__ is not other.__class__:
         return False
-    names = [field.name for field in dataclasses.fields(kind)]
+    names = [field.name for field in dataclasses.fields(one)]
     return all(_same(getattr(one, name), getattr(other, name)) for name in names)
 
 
