@@ -31,8 +31,8 @@ from jax import lax
 from benchmarks.cases import Case
 from benchmarks.inputs import Inputs
 from benchmarks.stages import Part, Stage, build, initial, run
-from msa_icp_jax.ops._mosaic import direct
-from msa_icp_jax.ops._mosaic.direct import Lowered, lower
+from msa_icp_jax.ops._mosaic import aot
+from msa_icp_jax.ops._mosaic.aot import Lowered, lower
 from msa_icp_jax.ops._mosaic.launch import Target, building_for
 from msa_icp_jax.rows import READY
 
@@ -74,7 +74,7 @@ class Bound:
         if not scratch:
             scratch += [empty(struct, 0) for struct in lowered.scratch]
         tensors = [x if torch.is_tensor(x) else torch.from_dlpack(x) for x in arguments]
-        program = direct.Program(lowered, scratch, on_device)
+        program = aot.Program(lowered, scratch, on_device)
         self._launches = program.bind(tensors)
         self._alive = (program, tensors)
         self.results = [program.buffer(source, tensors) for source in lowered.returned]
@@ -83,7 +83,7 @@ class Bound:
         """Launches everything on torch's current stream."""
         import torch
 
-        direct.launch(self._launches, torch.cuda.current_stream().cuda_stream)
+        aot.launch(self._launches, torch.cuda.current_stream().cuda_stream)
 
 
 def on_device(value: np.ndarray) -> Any:
@@ -265,16 +265,16 @@ def _compiled(pool: Executor, task: Task, sms: int) -> Kept:
 
 
 def compile_all(programs: Iterable[Lowered]) -> None:
-    """Compiles kernels; `direct.compile_kernel`, which does one at a time, then finds them."""
+    """Compiles kernels; `aot.compile_kernel`, which does one at a time, then finds them."""
     import torch
 
     torch.cuda.current_stream().synchronize()  # makes the context current in this thread
-    library = direct._plugin()
+    library = aot._plugin()
     steps = [step for lowered in programs for step in lowered.steps]
-    for module in {step.module for step in steps if isinstance(step, direct.Kernel)}:
+    for module in {step.module for step in steps if isinstance(step, aot.Kernel)}:
         if handle := library.MosaicGpuCompile(module, len(module)):
-            kernel = direct._LAUNCHER(handle[1]), handle[0]
-            direct._compiled.setdefault(module, kernel)
+            kernel = aot._LAUNCHER(handle[1]), handle[0]
+            aot._compiled.setdefault(module, kernel)
 
 
 # ---- in one jitted program ----

@@ -48,7 +48,7 @@ def select_and_publish(
       comm, with a flag that stayed up counted in `errors`, or the publish counters advanced.
     """
     from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
-    from msa_icp_jax.ops.select import mosaic
+    from msa_icp_jax.ops.select import kernel
 
     common: dict[str, Any] = {
         "rank": rank,
@@ -61,11 +61,11 @@ def select_and_publish(
         "target": launch.current_target(),
     }
     if tagged:
-        sent = mosaic.select_and_publish_tagged_rows(
+        sent = kernel.select_and_publish_tagged_rows(
             scores, num_valid_pages, comm.tagged_recv_bases, comm.publish_generations, **common
         )
         return dataclasses.replace(comm, publish_generations=sent)
-    errors = mosaic.select_and_publish_rows(
+    errors = kernel.select_and_publish_rows(
         scores,
         num_valid_pages,
         comm.recv_bases,
@@ -100,10 +100,10 @@ def merge_published(
       (output, comm with its expected counters advanced and rows that did not come in `errors`).
     """
     from msa_icp_jax.ops._mosaic import launch
-    from msa_icp_jax.ops.merge import mosaic
+    from msa_icp_jax.ops.merge import kernel
 
-    counters = mosaic.Generations(comm.publish_generations, comm.expected_generations)
-    output, errors, advanced = mosaic.merge_rows_at_address(
+    counters = kernel.Generations(comm.publish_generations, comm.expected_generations)
+    output, errors, advanced = kernel.merge_rows_at_address(
         comm.tagged_recv_bases if tagged else comm.recv_bases,
         num_valid_pages,
         output,

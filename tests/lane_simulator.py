@@ -204,6 +204,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
         minimum=_minimum,
         minimum_or_nan=lambda a, b: a._with(b, np.minimum),
         maximum=_maximum,
+        load_fresh=lambda place: place.load(),
         low_bits=_low_bits,
         popcount=_popcount,
         which_reach=_which_reach,

@@ -20,10 +20,10 @@ import oracle
 import torch
 
 from msa_icp_jax.comm import comm_shapes
-from msa_icp_jax.ops._mosaic import direct, publish
+from msa_icp_jax.ops._mosaic import aot, publish
 from msa_icp_jax.ops._mosaic.launch import Target
-from msa_icp_jax.ops.merge import mosaic as merge
-from msa_icp_jax.ops.select import mosaic as select
+from msa_icp_jax.ops.merge import kernel as merge
+from msa_icp_jax.ops.select import kernel as select
 
 Array = npt.NDArray[Any]
 
@@ -42,7 +42,7 @@ def storage_shape(form: str, world_size: int, capacity: int) -> tuple[int, ...]:
 @functools.cache
 def lowered_publish(
     form: str, world_size: int, tokens: int, capacity: int, spin_limit: int
-) -> direct.Lowered:
+) -> aot.Lowered:
     """publish(rows, bases, errors or generations, rank, slot)."""
 
     def run(rows: Any, bases: Any, counters: Any, rank: Any, slot: Any) -> Any:
@@ -55,13 +55,13 @@ def lowered_publish(
 
     counters = (3, 4, capacity) if form == "tagged" else (1,)
     shapes = [(world_size, 4 // world_size, tokens, 33), (world_size, 2), counters, (), ()]
-    return direct.lower(run, *map(_words, shapes))
+    return aot.lower(run, *map(_words, shapes))
 
 
 @functools.cache
 def lowered_select(
     form: str, world_size: int, tokens: int, capacity: int, spin_limit: int, columns: int
-) -> direct.Lowered:
+) -> aot.Lowered:
     """publish(scores, counts, bases, errors or generations, rank, slot)."""
 
     def run(scores: Any, counts: Any, bases: Any, counters: Any, rank: Any, slot: Any) -> Any:
@@ -83,13 +83,13 @@ def lowered_select(
 
     plane = jax.ShapeDtypeStruct((tokens, 4, columns), jnp.float32)
     counters = (3, 4, capacity) if form == "tagged" else (1,)
-    return direct.lower(run, plane, *map(_words, [(tokens,), (world_size, 2), counters, (), ()]))
+    return aot.lower(run, plane, *map(_words, [(tokens,), (world_size, 2), counters, (), ()]))
 
 
 @functools.cache
 def lowered_merge(
     form: str, world_size: int, tokens: int, capacity: int, spin_limit: int
-) -> direct.Lowered:
+) -> aot.Lowered:
     """merge(recv, counts, output, errors, slot, and for tagged rows the expected generations)."""
 
     def run(recv: Any, counts: Any, output: Any, errors: Any, slot: Any, *expected: Any) -> Any:
@@ -112,7 +112,7 @@ def lowered_merge(
     shapes += [(tokens + SPARE_ROWS, heads, 16), (1,), ()]
     if form == "tagged":
         shapes.append((3, heads, capacity))
-    return direct.lower(run, *map(_words, shapes))
+    return aot.lower(run, *map(_words, shapes))
 
 
 def _words(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -137,7 +137,7 @@ class Rank:
     ) -> None:
         _, self.world_size, self.heads, self.capacity = recv.shape[:4]
         self.form, self.number, self.recv, self.device = form, rank, recv, recv.device
-        self._programs: list[direct.Program] = []
+        self._programs: list[aot.Program] = []
         self.rows = self._full(self.world_size, self.heads, tokens, 33)
         self.counts = self._full(tokens)
         self.output = self._full(tokens + SPARE_ROWS, self.heads, 16, fill=UNTOUCHED)
@@ -173,15 +173,15 @@ class Rank:
     def _full(self, *shape: int, fill: int = 0) -> torch.Tensor:
         return torch.full(shape, fill, dtype=torch.int32, device=self.device)
 
-    def _bind(self, lowered: direct.Lowered, *arguments: torch.Tensor) -> Any:
+    def _bind(self, lowered: aot.Lowered, *arguments: torch.Tensor) -> Any:
         assert not lowered.scratch
         torch.cuda.current_stream(self.device).synchronize()  # makes the context current
-        program = direct.Program(lowered, [], lambda x: torch.tensor(x).to(self.device))
+        program = aot.Program(lowered, [], lambda x: torch.tensor(x).to(self.device))
         launches = program.bind(arguments)
         self._programs.append(program)  # launches know its constants by their addresses alone
 
         def launch() -> None:
-            direct.launch(launches, torch.cuda.current_stream(self.device).cuda_stream)
+            aot.launch(launches, torch.cuda.current_stream(self.device).cuda_stream)
 
         return launch
 

@@ -43,7 +43,7 @@ from benchmarks.cases import (
 from benchmarks.inputs import Inputs, Pool
 from benchmarks.stages import Part, Stage, build, run, written_like
 from benchmarks.timing import JitRun, Times
-from msa_icp_jax.ops._mosaic import direct
+from msa_icp_jax.ops._mosaic import aot
 
 ROOT = Path(__file__).parents[1]
 CARD = Ceilings(4.40, 1377.0)  # of the machine that the figures below are from
@@ -312,7 +312,7 @@ def test_kernels_are_all_that_a_stage_launches(case):
         for part in build(case, name, "mosaic", precision).parts:
             lowered = timing.lower(part.run, *(structs[n] for n in part.reads))
             assert len(lowered.returned) == len(part.writes)
-            kernels = [step for step in lowered.steps if isinstance(step, direct.Kernel)]
+            kernels = [step for step in lowered.steps if isinstance(step, aot.Kernel)]
             assert all(kernel.module for kernel in kernels)
             assert len(kernels) in ((1, 2) if part.name == "fused" else (1,))
 
@@ -323,10 +323,10 @@ def test_a_score_plane_is_written_in_place():
     (part,) = build(case, "score", "mosaic", "exact").parts
     lowered = timing.lower(part.run, *(structs[n] for n in part.reads))
     (kernel,) = lowered.steps
-    scores = direct.Argument(part.reads.index("scores"))
+    scores = aot.Argument(part.reads.index("scores"))
     assert kernel.buffers[-2:] == (scores, scores)
     assert lowered.returned == (scores,)
-    rank = [x.value for x in kernel.buffers if isinstance(x, direct.Constant)]
+    rank = [x.value for x in kernel.buffers if isinstance(x, aot.Constant)]
     assert [x.tolist() for x in rank] == [[1]]
 
 
@@ -338,7 +338,7 @@ def test_work_outside_the_kernels_is_refused():
     def shifted(*arrays):
         return part.run(*arrays[:-2], arrays[-2] + 1, arrays[-1])
 
-    with pytest.raises(direct.Unlaunchable, match=r"add .* is no kernel"):
+    with pytest.raises(aot.Unlaunchable, match=r"add .* is no kernel"):
         timing.lower(shifted, *(structs[n] for n in part.reads))
 
 

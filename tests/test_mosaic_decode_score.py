@@ -17,11 +17,11 @@ import pytest
 import race_free
 from lane_simulator import Lane
 
-from msa_icp_jax.ops._mosaic import mma, work_balance
 from msa_icp_jax.ops._mosaic.launch import Target, ctas_per_sm
-from msa_icp_jax.ops._mosaic.long_rows import TEAM_WORDS, WARPS
-from msa_icp_jax.ops._mosaic.work_balance import Batch, Grid
-from msa_icp_jax.ops.decode_score import mosaic
+from msa_icp_jax.ops.decode_score import kernel as decode_kernel
+from msa_icp_jax.ops.decode_score import mma, work_balance
+from msa_icp_jax.ops.decode_score.work_balance import Batch, Grid
+from msa_icp_jax.ops.select.long_rows import TEAM_WORDS, WARPS
 
 _UNTOUCHED = 7.5
 _EXACT = 2**-17
@@ -74,7 +74,7 @@ class Case:
         self, queries: np.ndarray, keys: np.ndarray, table: np.ndarray, before: np.ndarray
     ) -> np.ndarray:
         kernel = functools.partial(
-            mosaic.decode_scores,
+            decode_kernel.decode_scores,
             world_size=self.world_size,
             page_size=self.page_size,
             decode_query_len=self.query_len,
@@ -190,15 +190,15 @@ def test_select_starts_with_the_scorer_only_where_it_fits():
 def _select_fits(requests: int, columns: int, rows: int = 32, tokens: int = 1) -> bool:
     batch, scratch = _sizes(requests, columns, rows, tokens)
     grid, target = _grid(requests, columns, rows, tokens), Target(sms=132)
-    found = mosaic._select_fits(batch, grid, scratch, requests * tokens, target)
+    found = decode_kernel._select_fits(batch, grid, scratch, requests * tokens, target)
     kept = 1 << 10  # by the system, of each CTA
-    taken = mosaic._resident(scratch, target) * (mosaic._shared_bytes(scratch) + kept)
+    taken = decode_kernel._resident(scratch, target) * (decode_kernel._shared_bytes(scratch) + kept)
     assert not found or taken + 4 * WARPS * TEAM_WORDS + kept <= 228 << 10
     return found
 
 
 def _grid(requests: int, columns: int, rows: int = 32, tokens: int = 1) -> Grid:
-    return mosaic._grid(*_sizes(requests, columns, rows, tokens), Target(sms=132))
+    return decode_kernel._grid(*_sizes(requests, columns, rows, tokens), Target(sms=132))
 
 
 def _sizes(requests: int, columns: int, rows: int, tokens: int) -> tuple[Batch, dict[str, Any]]:
@@ -221,7 +221,6 @@ def test_shares_name_requests_of_the_batch(monkeypatch):
     monkeypatch.setattr(work_balance, "lanes", lanes)
     monkeypatch.setattr(work_balance, "where", lane_simulator._where)
     monkeypatch.setattr(work_balance, "int32", lambda x: Lane(np.int32(x)))
-    monkeypatch.setattr(work_balance, "of_lane", _from_lane)
     monkeypatch.setattr(work_balance, "divide", lambda a, b: a._with(b, np.floor_divide))
     rng = np.random.default_rng(3)
     lane = Lane(np.tile(np.arange(32, dtype=np.int32), 4))
@@ -251,16 +250,16 @@ def test_scores_far_in_a_plane_are_addressed_in_64_bits(monkeypatch):
         load_vector = lambda self, of, count: (Lane(np.float32(0)),) * count  # noqa: E731
         store_vector = lambda self, values: stored.append(self.at)  # noqa: E731
 
-    lane_simulator.simulate(monkeypatch, mosaic)
-    monkeypatch.setattr(mosaic, "Words", SimpleNamespace(of=lambda _: Place(np.empty(0))))
-    mosaic.lanes.thread = lambda: Lane(np.arange(128, dtype=np.int32))
-    mosaic.lanes.scalar = lambda x: Lane(np.int32(x))
+    lane_simulator.simulate(monkeypatch, decode_kernel)
+    monkeypatch.setattr(decode_kernel, "Words", SimpleNamespace(of=lambda _: Place(np.empty(0))))
+    decode_kernel.lanes.thread = lambda: Lane(np.arange(128, dtype=np.int32))
+    decode_kernel.lanes.scalar = lambda x: Lane(np.int32(x))
     inline = lambda **_: lambda piece: functools.partial(piece, None)  # noqa: E731
-    monkeypatch.setattr(mosaic.plgpu, "inline_mgpu", inline)
+    monkeypatch.setattr(decode_kernel.plgpu, "inline_mgpu", inline)
     scorer = SimpleNamespace(
         ring=SimpleNamespace(batch=Batch(70_000, 128, 8192)), query_rows=8, tokens=2
     )
-    mosaic._write_scores_inline(None, None, 69_999, 128, 32, scorer)
+    decode_kernel._write_scores_inline(None, None, 69_999, 128, 32, scorer)
     warp, lane = np.divmod(np.arange(128), 32)
     for token, at in enumerate(stored):
         row = 69_999 * 8 + token * 4 + warp

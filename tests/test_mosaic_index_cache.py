@@ -13,7 +13,7 @@ import oracle
 import pytest
 import race_free
 
-from msa_icp_jax.ops.index_cache import mosaic
+from msa_icp_jax.ops.index_cache import kernel as write_kernel
 
 Array = npt.NDArray[Any]
 
@@ -25,7 +25,7 @@ def as_fp8(raw: Array) -> jax.Array:
 def write(index_k: Array, new_k: Array, slots: Array, shard: oracle.Shard, ctas: int) -> Array:
     """Runs the kernel on raw bytes, the rank traced."""
     kernel = functools.partial(
-        mosaic.write_rows,
+        write_kernel.write_rows,
         world_size=shard.world_size,
         page_size=shard.page_size,
         row_offset=shard.row_offset,

@@ -12,7 +12,7 @@ import oracle
 import pytest
 import race_free
 
-from msa_icp_jax.ops.merge import mosaic
+from msa_icp_jax.ops.merge import kernel as merge_kernel
 
 Array = npt.NDArray[Any]
 
@@ -33,7 +33,7 @@ def merge(
     """(output with two rows too many, recv, errors grown from 5)."""
     output = np.full((len(counts) + 2, recv.shape[1], 16), _UNTOUCHED, np.int32)
     kernel = functools.partial(
-        mosaic.merge_rows,
+        merge_kernel.merge_rows,
         init_blocks=begin,
         local_blocks=end,
         prefill=prefill,
@@ -140,7 +140,7 @@ def merge_arriving(
     output = np.full((len(counts) + 2, recv.shape[2], 16), _UNTOUCHED, np.int32)
 
     def run(recv: Any, counts: Any, output: Any, errors: Any, slot: Any, *expected: Any) -> Any:
-        return mosaic.merge_arriving_rows(
+        return merge_kernel.merge_arriving_rows(
             recv,
             counts,
             output,

@@ -16,9 +16,9 @@ import pytest
 import race_free
 from lane_simulator import Lane
 
-from msa_icp_jax.ops._mosaic import long_rows, networks, paired_rows
 from msa_icp_jax.ops._mosaic.launch import ctas_per_sm
-from msa_icp_jax.ops.select import mosaic
+from msa_icp_jax.ops.select import kernel as select_kernel
+from msa_icp_jax.ops.select import long_rows, networks, paired_rows
 
 Array = npt.NDArray[Any]
 
@@ -39,7 +39,7 @@ def select(
 ) -> Array:
     """Runs the kernel; the offset is traced, since ranks differ in nothing else."""
     kernel = functools.partial(
-        mosaic.select_rows,
+        select_kernel.select_rows,
         index_scale=scale,
         force_begin_blocks=begin,
         force_end_blocks=end,
@@ -135,7 +135,7 @@ def test_raw_bits_are_stored():
 
 def test_shares_cover_all_rows_once():
     for count, ctas in ((1, 1), (7, 3), (8, 8), (1000, 132)):
-        parts = [mosaic.share_out(cta, count, ctas) for cta in range(ctas)]
+        parts = [select_kernel.share_out(cta, count, ctas) for cta in range(ctas)]
         covered = [i for start, stop in parts for i in range(start, stop)]
         assert covered == list(range(count))
 
@@ -145,13 +145,13 @@ def test_shares_cover_all_rows_once():
     [(64, True, False), (256, True, False), (255, False, False), (260, False, True)],
 )
 def test_narrow_planes_go_two_lanes_a_row(columns, narrow, short):
-    team, ctas, direct = mosaic._grid(4096, columns, mosaic.Target(sms=132))
-    facts = mosaic.Select(4096, columns, 1, 0, 1, False, team, ctas, direct)
+    team, ctas, direct = select_kernel._grid(4096, columns, select_kernel.Target(sms=132))
+    facts = select_kernel.Select(4096, columns, 1, 0, 1, False, team, ctas, direct)
     assert (facts.narrow, facts.takes_short) == (narrow, short)
 
 
 def test_shared_memory_of_the_widest_narrow_plane_lets_three_ctas_share_an_sm():
-    shared = 4 * mosaic.WARPS * paired_rows.warp_words(paired_rows.CAPACITY)
+    shared = 4 * select_kernel.WARPS * paired_rows.warp_words(paired_rows.CAPACITY)
     assert ctas_per_sm(-(-shared // 1024) * 1024) >= 3
 
 
@@ -178,9 +178,9 @@ NARROW_CASES = [
 @pytest.mark.parametrize(("columns", "scale", "offset", "begin", "end", "tagged"), NARROW_CASES)
 def test_narrow_rows(monkeypatch, columns, scale, offset, begin, end, tagged, start, stop):
     """The program of a CTA of the narrow rows' way: what it stores, and that nothing else is."""
-    for module in (paired_rows, networks, long_rows, mosaic):
+    for module in (paired_rows, networks, long_rows, select_kernel):
         lane_simulator.simulate(monkeypatch, module)
-    monkeypatch.setattr(mosaic.Thread, "_in_loop", lambda self: self)
+    monkeypatch.setattr(select_kernel.Thread, "_in_loop", lambda self: self)
     rng = np.random.default_rng(columns + scale + start)
     tokens = 40
     scores = hard_rows.score_plane(tokens, columns, rng)
@@ -191,14 +191,14 @@ def test_narrow_rows(monkeypatch, columns, scale, offset, begin, end, tagged, st
     words = 32 if tagged else 33
     out = np.full((4, tokens + 2, *((32, 2) if tagged else (33,))), _UNTOUCHED, np.int32)
     tags = rng.integers(-(2**31), 2**31, (4, tokens)).astype(np.int32)
-    facts = mosaic.Select(tokens, columns, scale, begin, end, tagged, 1, 4, False)
-    shared = np.full(mosaic.WARPS * facts.warp_words, _UNTOUCHED, np.int32)
-    thread = mosaic.Thread(
+    facts = select_kernel.Select(tokens, columns, scale, begin, end, tagged, 1, 4, False)
+    shared = np.full(select_kernel.WARPS * facts.warp_words, _UNTOUCHED, np.int32)
+    thread = select_kernel.Thread(
         facts,
         lane_simulator.Words(scores.reshape(-1)),
         lane_simulator.Words(counts),
         Lane(np.int32(offset)),
-        mosaic.LocalRows(
+        select_kernel.LocalRows(
             lane_simulator.Words(out.reshape(-1)),
             out.shape[1],
             tokens,

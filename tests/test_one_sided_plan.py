@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from msa_icp_jax import MSAIcpComm, peer_storage
 from msa_icp_jax.comm import comm_shapes
-from msa_icp_jax.ops._mosaic import direct
+from msa_icp_jax.ops._mosaic import aot
 
 CAPACITY = 32  # of the chains' plan
 
@@ -165,11 +165,11 @@ def test_a_layer_is_three_kernels_that_hang_on_each_other(world_size, tagged):
     """
     plan, count = plan_of(world_size, rank=1), 5
     arguments = (*decode_arguments(plan), comm_of(world_size))
-    lowered = direct.lower(peer_comm.layers(plan, count, CASE, tagged=tagged), *arguments)
+    lowered = aot.lower(peer_comm.layers(plan, count, CASE, tagged=tagged), *arguments)
     assert not lowered.scratch
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(arguments)]
-    thread = direct.Argument(names.index(f"[4].{'publish_generations' if tagged else 'errors'}"))
-    kernels = [step for step in lowered.steps if isinstance(step, direct.Kernel)]
+    thread = aot.Argument(names.index(f"[4].{'publish_generations' if tagged else 'errors'}"))
+    kernels = [step for step in lowered.steps if isinstance(step, aot.Kernel)]
     assert len(kernels) == len(lowered.steps) == 3 * count
     # A buffer written in place is an operand and a result.
     assert [kernel.buffers.count(thread) for kernel in kernels] == [0, 2, 2] * count

@@ -15,10 +15,11 @@ import pytest
 from lane_simulator import Lane, Words
 
 from msa_icp_jax.comm import comm_shapes
-from msa_icp_jax.ops._mosaic import long_rows, peer_memory, peer_rows, publish
+from msa_icp_jax.ops._mosaic import peer_memory, peer_rows, publish
 from msa_icp_jax.ops._mosaic.launch import Target
 from msa_icp_jax.ops._mosaic.peer_rows import Owners, PeerRows
-from msa_icp_jax.ops.select import mosaic as select
+from msa_icp_jax.ops.select import kernel as select
+from msa_icp_jax.ops.select import long_rows
 
 Array = npt.NDArray[Any]
 
@@ -78,8 +79,6 @@ def peers_of(monkeypatch: pytest.MonkeyPatch) -> Any:
             poll=lambda look, ready, limit: look(),
         )
         monkeypatch.setattr(peer_rows, "peer_memory", memory)
-        for module in (peer_rows, select):
-            monkeypatch.setattr(module, "load_fresh", lambda place: place.load())
         return peers
 
     return make

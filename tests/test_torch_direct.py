@@ -26,7 +26,7 @@ from torch_inputs import CPU, decode_step, prefill_window  # noqa: E402
 import msa_icp_jax  # noqa: E402
 from msa_icp_jax import MSAIcpScorePlan  # noqa: E402
 from msa_icp_jax.geometry import MAX_INT32, MAX_TOKENS  # noqa: E402
-from msa_icp_jax.ops._mosaic import direct as launching  # noqa: E402
+from msa_icp_jax.ops._mosaic import aot as launching  # noqa: E402
 from msa_icp_jax.ops._mosaic import launch  # noqa: E402
 from msa_icp_jax.ops.prefill_plan import balance  # noqa: E402
 from msa_icp_torch import direct, exchange, kernels, routes, window  # noqa: E402

@@ -114,7 +114,7 @@ LOWERED = """
 import jax.numpy as jnp
 from jax._src import xla_bridge
 from msa_icp_jax import msa_icp_topk_select_publish
-from msa_icp_jax.ops._mosaic import direct
+from msa_icp_jax.ops._mosaic import aot
 
 def select(scores, counts):
     return msa_icp_topk_select_publish(
@@ -128,12 +128,12 @@ shapes = jax.ShapeDtypeStruct((8, 4, 1024), jnp.float32), jax.ShapeDtypeStruct((
 
 def test_lowering_for_the_direct_route_starts_no_backend():
     code = (
-        "import torch, jax, msa_icp_torch" + LOWERED + "first = direct.lower(select, *shapes)\n"
+        "import torch, jax, msa_icp_torch" + LOWERED + "first = aot.lower(select, *shapes)\n"
         "assert not xla_bridge.backends_are_initialized()\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert jax.config.jax_platforms == 'cpu', 'as JAX_PLATFORMS says'\n"
         "assert float(jnp.ones(3).sum()) == 3\n"
-        "again = direct.lower(select, *shapes)\n"
+        "again = aot.lower(select, *shapes)\n"
         "assert [x.module for x in first.steps] == [x.module for x in again.steps]\n"
         "assert float(jnp.ones(3).sum()) == 3, 'the backend that was up is gone'\n"
         "print('fine')"

@@ -25,8 +25,8 @@ import msa_icp_jax
 from msa_icp_jax import MSAIcpScorePlan, rows
 from msa_icp_jax.comm import mark_of
 from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, TOPK
-from msa_icp_jax.ops._mosaic import direct
-from msa_icp_jax.ops._mosaic.direct import Copy, Launches, Lowered, Program
+from msa_icp_jax.ops._mosaic import aot
+from msa_icp_jax.ops._mosaic.aot import Copy, Launches, Lowered, Program
 from msa_icp_jax.ops._mosaic.launch import Target
 from msa_icp_jax.shapes import decode_shapes
 from msa_icp_torch import exchange, kernels, pages, window
@@ -308,7 +308,7 @@ class DirectRoute:
             )
         geometry = self._plan.geometry
         width = table_width_of(geometry, table_width)
-        with self._stream.device(), direct.on_cpu():
+        with self._stream.device(), aot.on_cpu():
             for requests, length in decode_shapes(geometry, batch_sizes, query_lens):
                 self._warm_exchange(requests * length, forms)
                 if index_k is not None:
@@ -443,7 +443,7 @@ class Stream:
             return
         if not self._threads.ready:
             self.make_context_current()
-        direct.launch(launches, torch._C._cuda_getCurrentRawStream(index))
+        aot.launch(launches, torch._C._cuda_getCurrentRawStream(index))
 
     def make_context_current(self) -> None:
         """Gives this thread a CUDA context, which torch does only when it needs one."""

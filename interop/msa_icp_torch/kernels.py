@@ -23,12 +23,12 @@ from msa_icp_jax import (
     rows,
 )
 from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, NUM_SLOTS, TOPK
-from msa_icp_jax.ops._mosaic import direct
-from msa_icp_jax.ops._mosaic.direct import Lowered
+from msa_icp_jax.ops._mosaic import aot
+from msa_icp_jax.ops._mosaic.aot import Lowered
 from msa_icp_jax.ops._mosaic.launch import Target, building_for
-from msa_icp_jax.ops.merge import mosaic as merge
+from msa_icp_jax.ops.merge import kernel as merge
 from msa_icp_jax.ops.prefill_plan.balance import prefill_work
-from msa_icp_jax.ops.select import mosaic as select
+from msa_icp_jax.ops.select import kernel as select
 
 _FLOAT8 = jnp.float8_e4m3fn
 
@@ -106,7 +106,7 @@ class Facts:
     def lower(self, function: Callable[..., Any], *arguments: Any) -> Lowered:
         """Lowers for the plan's GPU."""
         with building_for(self.target):
-            return direct.lower(function, *arguments)
+            return aot.lower(function, *arguments)
 
 
 @functools.cache
@@ -292,7 +292,7 @@ class Window:
         """query, index_k, block_table, and the window plan; its bounds decide nothing here."""
         lengths: Any = _array(self.segments)
         plan = MSAIcpScorePlan(lengths, lengths, lengths, lengths, self.total_q, 0, 0)
-        with direct.on_cpu():
+        with aot.on_cpu():
             work = jax.eval_shape(functools.partial(prefill_work, ctas=target.sms), plan)
         return (
             _array(self.tokens, NUM_HEADS, HEAD_DIM, dtype=_FLOAT8),

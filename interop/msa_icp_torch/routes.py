@@ -37,9 +37,9 @@ def choose_route(route: str, backend: str, device: torch.device) -> str:
         raise ValueError(
             f'route must be "auto" or "dlpack" on {_name(device)}: "direct" is Hopper\'s'
         )
-    from msa_icp_jax.ops._mosaic import direct  # on demand: importing Pallas takes a while
+    from msa_icp_jax.ops._mosaic import aot  # on demand: importing Pallas takes a while
 
-    reason = direct.unavailable()
+    reason = aot.unavailable()
     if reason is None:
         return "direct"
     if route == "direct":

@@ -17,7 +17,7 @@ import pytest
 
 from msa_icp_jax import msa_icp_decode_index_score_sharded, msa_icp_decode_score_publish
 from msa_icp_jax.ops._mosaic.launch import current_target
-from msa_icp_jax.ops.decode_score import mosaic
+from msa_icp_jax.ops.decode_score import kernel as decode_kernel
 
 _EXACT = 2**-17
 _RAGGED = (700, 0, -5, 131, 20000, 128, 1, 3)
@@ -26,7 +26,7 @@ _RAGGED = (700, 0, -5, 131, 20000, 128, 1, 3)
 def _call(shard: oracle.Shard, query_len: int, pdl: bool = True) -> Any:
     """The jitted kernel; the rank is traced, the score buffer donated."""
     kernel = functools.partial(
-        mosaic.decode_scores,
+        decode_kernel.decode_scores,
         world_size=shard.world_size,
         page_size=shard.page_size,
         decode_query_len=query_len,

@@ -20,7 +20,7 @@ from msa_icp_jax.ops._mosaic.launch import current_target
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan_device as device_plan
 from msa_icp_jax.ops.prefill_score import mosaic
-from msa_icp_jax.ops.select.mosaic import select_rows
+from msa_icp_jax.ops.select.kernel import select_rows
 
 _EPS = {"fast": 2**-10, "exact": 2**-17}
 _SHARDS = [(4, 128), (2, 128), (4, 256), (2, 256)]

@@ -16,9 +16,9 @@ import oracle
 import pytest
 
 from msa_icp_jax.ops._mosaic.launch import current_target
-from msa_icp_jax.ops.index_cache import mosaic as index_cache
-from msa_icp_jax.ops.merge import mosaic as merge
-from msa_icp_jax.ops.select import mosaic as select
+from msa_icp_jax.ops.index_cache import kernel as index_cache
+from msa_icp_jax.ops.merge import kernel as merge
+from msa_icp_jax.ops.select import kernel as select
 
 _UNTOUCHED = 77
 

@@ -24,7 +24,7 @@ from test_multiprocess import free_port
 from msa_icp_jax.comm import comm_shapes
 from msa_icp_jax.ops._mosaic.launch import current_target
 from msa_icp_jax.ops._mosaic.publish import publish_rows, publish_tagged_rows
-from msa_icp_jax.ops.merge.mosaic import merge_arriving_rows
+from msa_icp_jax.ops.merge.kernel import merge_arriving_rows
 
 LENGTHS = [300, 0, 4000, 1]
 SEGMENTS = [(100, 300, 400), (0, 0, 0), (57, 0, 57), (40, 1000, 1100), (130, 3000, 3130)]

@@ -447,6 +447,14 @@ class Words:
         )
 
 
+def load_fresh(place: Words) -> Lane:
+    """A 32-bit integer from global memory, never from this SM's cache.
+
+    What was read as a hint before the kernel before this one ended may have changed since.
+    """
+    return ptx("ld.relaxed.gpu.global.b32 $0, [$1];", Lane(place.pointer), result=i32())
+
+
 def copy_four(place: Words, source: Words, wanted: Lane) -> None:
     """Starts copying 16 aligned bytes from global to shared memory where they are wanted."""
     text = "@$2 cp.async.cg.shared.global [$0], [$1], 16;"

@@ -18,7 +18,6 @@ from typing import Any
 from msa_icp_jax.geometry import NUM_HEADS
 from msa_icp_jax.ops._mosaic import lanes, peer_memory
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, where
-from msa_icp_jax.ops._mosaic.work_balance import load_fresh
 from msa_icp_jax.rows import READY, ROW_WORDS, TAGGED_WORDS
 
 SEEN_WORDS = 2  # of shared memory, for each warp
@@ -88,8 +87,8 @@ class PeerRows:
         Before the wait for the preceding kernels the rank and the running count of calls may hold
         anything: both are kept in range.
         """
-        source = load_fresh(self._rank) & (self.owners.world_size - 1)
-        slot = peer_memory.slot_from(load_fresh(self._slot))
+        source = lanes.load_fresh(self._rank) & (self.owners.world_size - 1)
+        slot = peer_memory.slot_from(lanes.load_fresh(self._slot))
         # As one value: else the compiler holds the two.
         self._part = lanes.fresh(slot * self.owners.world_size + source)
 

@@ -1,7 +1,7 @@
 """One-sided publish on Hopper: a warp copies a row straight into its owner's memory.
 
 It is for rows that lie in memory already; a select sends its rows itself
-(`ops.select.mosaic.select_and_publish_rows`). `peer_rows` has the protocol. It is a matter of
+(`ops.select.kernel.select_and_publish_rows`). `peer_rows` has the protocol. It is a matter of
 device addresses, so there is no plain definition; where the addresses are not known,
 `comm.exchange` carries the same rows to the same places.
 """

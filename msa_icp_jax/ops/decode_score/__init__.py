@@ -240,10 +240,10 @@ def _decode_scores(backend: str, enable_pdl: bool, *arrays: Any) -> Callable[...
     if not takes_mosaic(backend, *arrays):
         return xla.decode_scores
     from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
-    from msa_icp_jax.ops.decode_score import mosaic
+    from msa_icp_jax.ops.decode_score import kernel
 
     target = launch.current_target()
-    return functools.partial(mosaic.decode_scores, enable_pdl=enable_pdl, target=target)
+    return functools.partial(kernel.decode_scores, enable_pdl=enable_pdl, target=target)
 
 
 def _check_inputs(

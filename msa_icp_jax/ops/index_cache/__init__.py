@@ -96,6 +96,6 @@ def _write_rows(backend: str, *arrays: Any) -> Callable[..., jax.Array]:
     if not takes_mosaic(backend, *arrays):
         return xla.write_rows
     from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
-    from msa_icp_jax.ops.index_cache import mosaic
+    from msa_icp_jax.ops.index_cache import kernel
 
-    return functools.partial(mosaic.write_rows, target=launch.current_target())
+    return functools.partial(kernel.write_rows, target=launch.current_target())

@@ -115,10 +115,10 @@ def _merge_rows(
     if not takes_mosaic(backend, *arrays):
         return xla.merge_rows
     from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
-    from msa_icp_jax.ops.merge import mosaic
+    from msa_icp_jax.ops.merge import kernel
 
     target = launch.current_target()
-    return functools.partial(mosaic.merge_rows, enable_pdl=enable_pdl, target=target)
+    return functools.partial(kernel.merge_rows, enable_pdl=enable_pdl, target=target)
 
 
 def _check_recv(recv_slot: Any, tokens: int, *, tagged: bool) -> None:

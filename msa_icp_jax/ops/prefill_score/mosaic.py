@@ -69,7 +69,7 @@ from msa_icp_jax.ops._mosaic.prefill_top16 import (
 )
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan.balance import TILE_TOKENS, UNIT_POSITIONS
-from msa_icp_jax.ops.select.mosaic import select_rows
+from msa_icp_jax.ops.select.kernel import select_rows
 
 _CONSUMERS = 2
 _TILE_ROWS = TILE_TOKENS * NUM_HEADS

@@ -193,10 +193,10 @@ def _select_rows(backend: str, enable_pdl: bool, *arrays: Any) -> Callable[..., 
     if not takes_mosaic(backend, *arrays):
         return xla.select_rows
     from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
-    from msa_icp_jax.ops.select import mosaic
+    from msa_icp_jax.ops.select import kernel
 
     target = launch.current_target()
-    return functools.partial(mosaic.select_rows, enable_pdl=enable_pdl, target=target)
+    return functools.partial(kernel.select_rows, enable_pdl=enable_pdl, target=target)
 
 
 def _check_order(begin: int, end: int, index_scale: int, index_offset: int | jax.Array) -> None:

@@ -42,7 +42,7 @@ from jaxlib.mlir import ir
 
 from msa_icp_jax import rows as candidate_rows
 from msa_icp_jax.geometry import NUM_HEADS, TOPK, cdiv
-from msa_icp_jax.ops._mosaic import lanes, long_rows, paired_rows, short_rows
+from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, f32, i32, int32, where
 from msa_icp_jax.ops._mosaic.launch import (
     CTA,
@@ -52,7 +52,9 @@ from msa_icp_jax.ops._mosaic.launch import (
     writable,
     written,
 )
-from msa_icp_jax.ops._mosaic.long_rows import (
+from msa_icp_jax.ops._mosaic.peer_rows import Owners, PeerRows
+from msa_icp_jax.ops.select import long_rows, paired_rows, short_rows
+from msa_icp_jax.ops.select.long_rows import (
     COLUMNS_AT,
     SPARE_AT,
     TEAM_WORDS,
@@ -62,8 +64,6 @@ from msa_icp_jax.ops._mosaic.long_rows import (
     Row,
     find_bounds,
 )
-from msa_icp_jax.ops._mosaic.peer_rows import Owners, PeerRows
-from msa_icp_jax.ops._mosaic.work_balance import load_fresh
 from msa_icp_jax.rows import READY, ROW_WORDS, TAGGED_WORDS
 
 _WARP_COLUMNS = 2048  # what one warp can hold of a row: 64 registers a lane
@@ -391,7 +391,7 @@ def _read_bounds_early(counts: Any, index_offset: Any, facts: Select) -> tuple[A
     )
     def read(_: Any, counts: Any, index_offset: Any, cta: Any) -> Any:
         token = lanes.scalar(cta) >> (2 if facts.team > 1 else 0)
-        found = load_fresh(Words.of(counts) + token), load_fresh(Words.of(index_offset))
+        found = lanes.load_fresh(Words.of(counts) + token), lanes.load_fresh(Words.of(index_offset))
         return tuple(mgpu.FragmentedArray.splat(x.value, (), is_signed=True) for x in found)
 
     return read(counts, index_offset, lax.axis_index(CTA))
@@ -433,7 +433,7 @@ def _select_inline(
         words = (Words.of(ref) for ref in arguments[: len(refs)])
         scores, counts, index_offset, shared, *others = words
         cta, *guess = (lanes.scalar(x) for x in arguments[len(refs) :])
-        offset = load_fresh(index_offset)
+        offset = lanes.load_fresh(index_offset)
         rows: LocalRows | PeerRows
         if owners:
             _, _, shared_of_team = _position(shared, facts)
@@ -550,7 +550,7 @@ class Thread:
         Its scores are loaded by the guess of its bounds, while the bounds themselves are.
         """
         token, head = _row_of(cta, self.warp, self.facts)
-        count = load_fresh(self.counts + token)
+        count = lanes.load_fresh(self.counts + token)
         scores = self.scores + (token * NUM_HEADS + head).to_i64() * self.facts.columns
         team = self._team()
         if not guess:

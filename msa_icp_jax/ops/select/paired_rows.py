@@ -23,7 +23,7 @@ from collections.abc import Callable
 from msa_icp_jax.geometry import TOPK, cdiv
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, f32, i32, int32, where
-from msa_icp_jax.ops._mosaic.networks import best_half, descending, descending_of_bitonic
+from msa_icp_jax.ops.select.networks import best_half, descending, descending_of_bitonic
 from msa_icp_jax.rows import NEG_INF_WORD, NO_BLOCK, READY, ROW_WORDS
 
 TOKENS = 4  # of a warp

@@ -43,10 +43,9 @@ from msa_icp_jax.ops._mosaic.launch import (
     writable,
     written,
 )
-from msa_icp_jax.ops._mosaic.long_rows import TEAM_WORDS, WARPS
-from msa_icp_jax.ops._mosaic.mma import Scorer, Step
-from msa_icp_jax.ops._mosaic.page_ring import SEGMENT_PAGES, SEGMENT_STEPS, PageRing
-from msa_icp_jax.ops._mosaic.work_balance import (
+from msa_icp_jax.ops.decode_score.mma import Scorer, Step
+from msa_icp_jax.ops.decode_score.page_ring import SEGMENT_PAGES, SEGMENT_STEPS, PageRing
+from msa_icp_jax.ops.decode_score.work_balance import (
     LATE_FROM,
     STEP_PAGES,
     WARP,
@@ -57,6 +56,7 @@ from msa_icp_jax.ops._mosaic.work_balance import (
     keep_lengths,
     read_lengths,
 )
+from msa_icp_jax.ops.select.long_rows import TEAM_WORDS, WARPS
 
 _STAGES = {32: 2, 64: 2, 128: 1}  # slots of a warp, by key rows of a page
 # Steps of a CTA whose pages it asks the second-level cache for while the kernel before it ends.

@@ -13,7 +13,7 @@ import functools
 from msa_icp_jax.geometry import TOPK
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, f32, i32, int32, where
-from msa_icp_jax.ops._mosaic.networks import best_half, descending, descending_of_bitonic
+from msa_icp_jax.ops.select.networks import best_half, descending, descending_of_bitonic
 
 ROWS = 4  # of a warp
 SIZES = (8, 16)  # columns a lane can hold

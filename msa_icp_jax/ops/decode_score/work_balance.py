@@ -149,6 +149,8 @@ def _find_share_stock(lengths: list[jax.Array], batch: Batch, grid: Grid) -> Sha
 
 
 def part_stock(total: Any, cta: Any, grid: Grid) -> tuple[Any, Any]:
+    """(first step, steps) of a CTA's part of all steps; it may be without any."""
+
     def equal(total: Any, ctas: int, cta: Any) -> tuple[Any, Any]:
         base, rest = total // ctas, total % ctas
         return cta * base + jnp.minimum(cta, rest), base + jnp.where(cta < rest, 1, 0)
@@ -175,7 +177,7 @@ def _read_lengths_inline(lengths: Any, batch: Batch) -> list[jax.Array]:
         values = []
         for chunk in chunks:
             at = lanes.minimum(lane + chunk, batch.requests - 1)
-            value = load_fresh(Words.of(lengths) + at)
+            value = lanes.load_fresh(Words.of(lengths) + at)
             values.append(per_thread(where(lane + chunk < batch.requests, value, 0)))
         return tuple(values)
 
@@ -222,11 +224,11 @@ def share_in_lanes(
     for end in ends:
         passed = lanes.popcount(lanes.warp_ballot(end <= start))
         request = request + passed
-        before = where(passed > 0, of_lane(end, (passed - 1) & 31), before)
+        before = where(passed > 0, lanes.warp_from(end, (passed - 1) & 31), before)
     # Without steps all ends are passed, those of the lanes behind the last request too.
     request = lanes.minimum(request, batch.requests - 1)
     for chunk, value in enumerate(values):
-        length = where((request >> 5).eq(chunk), of_lane(value, request & 31), length)
+        length = where((request >> 5).eq(chunk), lanes.warp_from(value, request & 31), length)
     return request, length, start - before, steps
 
 
@@ -274,20 +276,6 @@ def per_thread(x: Lane) -> Any:
 def of_thread(array: Any) -> Lane:
     """This thread's integer of such an array."""
     return Lane(llvm.extractelement(array.registers.item(), int32(0).value))
-
-
-def load_fresh(place: Words) -> Lane:
-    """A 32-bit integer from global memory, never from this SM's cache.
-
-    What was read as a hint before the earlier kernel ended may have changed since.
-    """
-    return lanes.ptx("ld.relaxed.gpu.global.b32 $0, [$1];", Lane(place.pointer), result=lanes.i32())
-
-
-def of_lane(x: Lane, lane: Lane) -> Lane:
-    """x of a lane chosen at run time."""
-    text = f"shfl.sync.idx.b32 $0, $1, $2, 31, {lanes.ALL_LANES};"
-    return lanes.ptx(text, x, lane, result=lanes.i32(), collective=True)
 
 
 def _scalar_result(x: Lane) -> Any:

@@ -28,7 +28,7 @@ from jaxlib.mlir.dialects import llvm
 from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, maximum, where
-from msa_icp_jax.ops._mosaic.page_ring import (
+from msa_icp_jax.ops.decode_score.page_ring import (
     HALF_SHIFT,
     SEGMENT_PAGES,
     PageRing,
@@ -40,7 +40,7 @@ from msa_icp_jax.ops._mosaic.page_ring import (
     wait_for_turn,
     warp_number,
 )
-from msa_icp_jax.ops._mosaic.work_balance import (
+from msa_icp_jax.ops.decode_score.work_balance import (
     PER_THREAD,
     STEP_PAGES,
     WARP,

@@ -32,13 +32,12 @@ from jaxlib.mlir.dialects import arith, llvm
 from msa_icp_jax.geometry import HEAD_DIM
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, when, where
-from msa_icp_jax.ops._mosaic.work_balance import (
+from msa_icp_jax.ops.decode_score.work_balance import (
     PER_THREAD,
     STEP_PAGES,
     WARP,
     Batch,
     Share,
-    load_fresh,
     of_thread,
     per_thread,
 )
@@ -313,7 +312,7 @@ def page_id_at(
     """Id of a request's page by the table, -1 where no key is visible or it is not wanted."""
     exists = wanted & (page < lanes.minimum(ring.batch.pages_in_lane(length), ring.width))
     at = request.to_i64() * ring.width + page.to_i64()
-    known = load_fresh(Words.of(table) + where(exists, at, 0))
+    known = lanes.load_fresh(Words.of(table) + where(exists, at, 0))
     return where(exists & (known >= 0) & (known < ring.pages), known, -1)
 
 
@@ -329,6 +328,7 @@ def wait_for_turn(barrier: Lane, turn: Lane) -> None:
 
 
 def warp_number() -> Lane:
+    """This thread's warp in its warpgroup."""
     return lanes.thread() >> 5
 
 
@@ -344,6 +344,7 @@ def pages_of_step(page_ids: Any, count: Any) -> Any:
 
 
 def stage_of(count: Lane, ring: PageRing) -> Lane:
+    """The slot of a warp's ring that its step number `count` goes through."""
     return Lane(arith.remui(count.value, int32(ring.stages).value))
 
 
