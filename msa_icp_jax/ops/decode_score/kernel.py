@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from msa_icp_jax.geometry import NUM_HEADS, cdiv, round_up, rows_per_page
+from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, cdiv, round_up, rows_per_page
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Words, when, where
 from msa_icp_jax.ops._mosaic.launch import (
@@ -43,10 +43,10 @@ from msa_icp_jax.ops._mosaic.launch import (
     writable,
     written,
 )
+from msa_icp_jax.ops.decode_score.config import CONFIG
 from msa_icp_jax.ops.decode_score.mma import Scorer, Step
 from msa_icp_jax.ops.decode_score.page_ring import SEGMENT_PAGES, SEGMENT_STEPS, PageRing
 from msa_icp_jax.ops.decode_score.work_balance import (
-    LATE_FROM,
     STEP_PAGES,
     WARP,
     Batch,
@@ -58,15 +58,7 @@ from msa_icp_jax.ops.decode_score.work_balance import (
 )
 from msa_icp_jax.ops.select.long_rows import TEAM_WORDS, WARPS
 
-_STAGES = {32: 2, 64: 2, 128: 1}  # slots of a warp, by key rows of a page
-# Steps of a CTA whose pages it asks the second-level cache for while the kernel before it ends.
-# More of them get in that kernel's way, which pays only where a CTA has many.
-_PREFETCHED = 1
-_PREFETCHED_OF_MANY = 2
-_MANY_STEPS = 12
-# Up to so many columns a CTA of the select takes 56 registers of a thread: with this shared memory
-# (and what the system keeps) it fits wherever the scorer leaves that much.
-_SHORT_ROWS = 256
+# Shared memory of a CTA of the select of short rows, with what the system keeps.
 _SELECT_BYTES = round_up(4 * WARPS * TEAM_WORDS, 1 << 10) + (1 << 10)
 _SCALAR = plgpu.Layout.WG_SPLAT
 
@@ -106,7 +98,8 @@ def decode_scores(
     pages, pitch, _ = index_k.shape
     rows, columns = rows_per_page(world_size, page_size), score_out.shape[2]
     batch = Batch(requests, page_size, columns)
-    ring = PageRing(batch, width, pages, pitch, row_offset, rows, _STAGES[rows], target.interpret)
+    stages = CONFIG.stages_of(rows * HEAD_DIM)
+    ring = PageRing(batch, width, pages, pitch, row_offset, rows, stages, target.interpret)
     scorer = Scorer(ring, decode_query_len, world_size)
     scratch = {**ring.scratch(), **scorer.scratch(), **batch.scratch()}
     grid = _grid(batch, scratch, target)
@@ -133,7 +126,7 @@ def _grid(batch: Batch, scratch: dict[str, Any], target: Target) -> Grid:
     """CTAs that fill the GPU, and as many late ones where much can be to do."""
     most = batch.requests * cdiv(batch.columns, STEP_PAGES)
     resident = min(target.sms * _resident(scratch, target), most)
-    return Grid(resident, resident if most >= LATE_FROM * resident else 0)
+    return Grid(resident, resident if most >= CONFIG.late_from * resident else 0)
 
 
 def _resident(scratch: dict[str, Any], target: Target) -> int:
@@ -157,7 +150,7 @@ def _select_fits(
     comes in as these CTAs end. Otherwise, or with late CTAs still to come, that holds these up. The
     select of a few tokens is ready in time anyway.
     """
-    if target.interpret or grid.late or batch.columns > _SHORT_ROWS:
+    if target.interpret or grid.late or batch.columns > CONFIG.early_columns:
         return False
     if not target.sms // 4 <= tokens <= target.sms:
         return False
@@ -316,7 +309,8 @@ def _start_dependent(
         values = read_lengths(lengths, ring.batch, ring.interpret)
         share = find_share(values, ring.batch, grid, ring.interpret)
         ids = ring.read_ids(table, share)
-        ahead = jnp.where(share.steps >= _MANY_STEPS, _PREFETCHED_OF_MANY, _PREFETCHED)
+        is_long = share.steps >= CONFIG.many_steps
+        ahead = jnp.where(is_long, CONFIG.prefetched_of_many, CONFIG.prefetched)
         ring.prefetch(keys, query, ids, share, scorer.query_rows, ahead)
         return share
 

@@ -28,11 +28,10 @@ from msa_icp_jax.geometry import round_up
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, where
 from msa_icp_jax.ops._mosaic.launch import CTA
+from msa_icp_jax.ops.decode_score.config import CONFIG
 
 STEP_PAGES = 4
 WARP = 32
-LATE_FROM = 10  # steps a CTA: from here on late CTAs gain more than they cost
-_LATE_SHIFT = 3  # they take an eighth of all steps then
 _SCALAR = plgpu.Layout.WG_SPLAT
 PER_THREAD = plgpu.Layout.WG_STRIDED((4 * WARP,), vec_size=1)
 
@@ -90,7 +89,7 @@ class Grid:
     @property
     def late_from(self) -> int:
         """Steps of a batch from which on the late CTAs get some."""
-        return LATE_FROM * self.resident
+        return CONFIG.late_from * self.resident
 
 
 class Share(NamedTuple):
@@ -157,7 +156,7 @@ def part_stock(total: Any, cta: Any, grid: Grid) -> tuple[Any, Any]:
 
     if not grid.late:
         return equal(total, grid.ctas, cta)
-    early = total - jnp.where(total >= grid.late_from, total >> _LATE_SHIFT, 0)
+    early = total - jnp.where(total >= grid.late_from, total >> CONFIG.late_shift, 0)
     start, steps = equal(early, grid.resident, cta)
     late_start, late_steps = equal(total - early, grid.late, cta - grid.resident)
     first_ones = cta < grid.resident
@@ -257,7 +256,7 @@ def _part_inline(total: Lane, cta: Lane, grid: Grid) -> tuple[Lane, Lane]:
 
     if not grid.late:
         return equal(total, grid.ctas, cta)
-    early = total - where(total >= grid.late_from, total >> _LATE_SHIFT, 0)
+    early = total - where(total >= grid.late_from, total >> CONFIG.late_shift, 0)
     start, steps = equal(early, grid.resident, cta)
     late_start, late_steps = equal(total - early, grid.late, cta - grid.resident)
     first_ones = cta < grid.resident

@@ -46,10 +46,10 @@ from msa_icp_jax.ops._mosaic.launch import (
     written,
 )
 from msa_icp_jax.ops._mosaic.top16 import count_better, flip_sign, order_key_of_word
+from msa_icp_jax.ops.merge.config import CONFIG
 from msa_icp_jax.rows import FORCED_KEY, INVALID_KEY, NO_BLOCK, READY, ROW_WORDS, TAGGED_WORDS
 
 _WARP, _WARPS = 32, 4
-_WARP_ROWS_PER_SM = 4  # from here on a warp a row, below it a warpgroup
 _NO_ID = 0x7FFFFFFF
 _INDEX_BITS = 6  # of an entry's number, in the low bits of an entry: at most 64 entries
 
@@ -293,7 +293,7 @@ def merge_rows_at_address(
 
 def _team(rows: int, target: Target) -> int:
     """Warps that share a (token, head)."""
-    return 1 if rows >= target.sms * _WARP_ROWS_PER_SM else _WARPS
+    return 1 if rows >= target.sms * CONFIG.warp_rows_per_sm else _WARPS
 
 
 def _merge(

@@ -54,6 +54,7 @@ from msa_icp_jax.ops._mosaic.launch import (
 )
 from msa_icp_jax.ops._mosaic.peer_rows import Owners, PeerRows
 from msa_icp_jax.ops.select import long_rows, paired_rows, short_rows
+from msa_icp_jax.ops.select.config import CONFIG
 from msa_icp_jax.ops.select.long_rows import (
     COLUMNS_AT,
     SPARE_AT,
@@ -66,9 +67,6 @@ from msa_icp_jax.ops.select.long_rows import (
 )
 from msa_icp_jax.rows import READY, ROW_WORDS, TAGGED_WORDS
 
-_WARP_COLUMNS = 2048  # what one warp can hold of a row: 64 registers a lane
-_QUICK_COLUMNS = 2048  # up to here one warp is as quick as four
-_CTAS_PER_SM = 5  # that fit where a warp takes a row
 _WARP = 32
 _CTA_TOKENS = paired_rows.TOKENS * WARPS  # of a narrow plane that are taken together
 
@@ -292,12 +290,12 @@ def _launch(
 def _grid(tokens: int, columns: int, target: Target, single: bool = False) -> tuple[int, int, bool]:
     """Warps that share a row, CTAs, and whether every team has just one row (`single`: it must)."""
     few = single or tokens <= target.sms
-    if few and columns <= _QUICK_COLUMNS:
+    if few and columns <= CONFIG.quick_columns:
         team, ctas = 1, tokens
-    elif few or columns > _WARP_COLUMNS:
+    elif few or columns > CONFIG.warp_columns:
         team, ctas = WARPS, tokens * NUM_HEADS
     elif columns > paired_rows.CAPACITY:
-        team, ctas = 1, min(tokens, target.sms * _CTAS_PER_SM)
+        team, ctas = 1, min(tokens, target.sms * CONFIG.ctas_per_sm)
     else:
         at_once = _CTA_TOKENS if long_rows.vector_of(columns) > 1 else WARPS
         team, ctas = 1, min(tokens, max(target.sms, cdiv(tokens, at_once)))
