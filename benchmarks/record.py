@@ -7,8 +7,8 @@ hangs or runs out of time costs no figure of the others, and each saves its figu
   host       what a torch decode costs the host (benchmarks.host)
   exchange   between two or four GPUs (benchmarks.exchange, into FILE-x2 or FILE-x4)
   peers      score and select by packages of others that are installed
-  sweep      contexts and batches, into FILE-sweep
   baselines  score and select in torch, torch.compile and XLA, which compile for long
+  sweep      contexts and batches, into FILE-sweep
 
 Rows replace those of FILE that measure the same and leave the others. The exit status is 1 where a
 part failed or had no time, 2 where nothing was measured.
@@ -37,8 +37,8 @@ PARTS: dict[str, tuple[tuple[str, ...], float]] = {
     "host": (("-m", "benchmarks.host"), 0.3),
     "exchange": ((*_TORCHRUN, "gpu", "-m", "benchmarks.exchange"), 0.5),
     "peers": ((*_BACKENDS, "flashinfer", "flashinfer-no-icp", "vllm"), 0.5),
-    "sweep": (("-m", "benchmarks", "sweep"), 0.5),
-    "baselines": ((*_BACKENDS, "torch", "torch_compile", "xla"), 1.0),
+    "baselines": ((*_BACKENDS, "torch", "torch_compile", "xla"), 0.75),
+    "sweep": (("-m", "benchmarks", "sweep"), 1.0),
 }
 
 
