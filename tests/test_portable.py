@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from chains import Ranks, make_plan, random_decode, random_prefill
+from chains import (
+    Ranks,
+    check_decoded,
+    check_prefilled,
+    make_mesh,
+    make_plan,
+    random_decode,
+    random_prefill,
+)
 
-from msa_icp_jax.ops._portable import e4m3_values
+from msa_icp_jax.ops import _portable
+from msa_icp_jax.ops._portable import Tuning, e4m3_values
 
 
 def test_every_code_has_its_value():
@@ -46,3 +56,34 @@ def test_products_are_exact_on_every_platform(platform, fused):
         # Queries, the left operands, never are float8 numbers to XLA.
         converted = re.findall(r"stablehlo\.convert.*f8E4M3FN", text)
         assert len(converted) == (0 if platform == "cpu" else len(products))
+
+
+# As the platforms have them, but with steps of few columns.
+TUNINGS = {
+    "cpu": Tuning(jnp.float32, jnp.uint8, 2048, 16),
+    "gpu": Tuning(jnp.float16, jnp.uint32, 2048, 16),
+    "other": Tuning(jnp.bfloat16, jnp.uint8, 2048, 16),
+}
+
+
+@pytest.fixture
+def _fresh_programs():
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("_fresh_programs")
+@pytest.mark.parametrize(
+    ("platform", "mesh"), [("cpu", True), ("cpu", False), ("gpu", False), ("other", False)]
+)
+def test_steps_and_tiles_make_no_difference(platform, mesh, monkeypatch):
+    """Many steps, tiles that hang over, requests of all lengths, every platform's tuning."""
+    monkeypatch.setattr(_portable, "_CPU", TUNINGS[platform])
+    ranks = Ranks(make_plan(2, 128, max_model_len=8000), make_mesh(2) if mesh else None)
+    decode = random_decode([7000, 40, 0, 3100, 1], 2, 128)
+    check_decoded(ranks.plan, decode, ranks.decode(decode, fused=False), fused=False)
+    prefill = random_prefill([(40, 6260, 6300), (1, 0, 1), (20, 100, 120)], 64, 128)
+    for fused in (False, True):
+        found = ranks.prefill(prefill, fused=fused)
+        check_prefilled(ranks.plan, prefill, found, fused=fused)

@@ -111,25 +111,28 @@ def for_each_step[Carry](
     return lax.fori_loop(0, cdiv(used, step), body, carry)
 
 
-def pages_of(
-    block_table: jax.Array, lengths: jax.Array, columns: jax.Array, num_pages: int, page_size: int
-) -> jax.Array:
+def pages_of(table: jax.Array, lengths: jax.Array, columns: jax.Array, shard: Shard) -> jax.Array:
     """Physical pages int32 [groups, columns], -1 where there is none to read.
 
     None to read: the column is at or past ``ceil(length / page_size)`` or the table's width, or the
     entry lies outside the cache. Such entries are never used as an address, whatever they hold.
+
+    Args:
+      table: int32 [groups, width].
+      lengths: int32 [groups].
+      columns: int32 [groups, columns], ascending by one.
+      shard: the keys.
     """
-    width = block_table.shape[1]
-    entries = jnp.take(block_table, jnp.minimum(columns, width - 1), axis=1)
-    columns = columns[None]
-    used = (columns < width) & (columns < cdiv(lengths, page_size)[:, None])
+    width, num_pages = table.shape[1], shard.index_k.shape[0]
+    entries = jnp.take_along_axis(table, jnp.minimum(columns, width - 1), axis=1)
+    used = (columns < width) & (columns < cdiv(lengths, shard.page_size)[:, None])
     return jnp.where(used & (entries >= 0) & (entries < num_pages), entries, -1)
 
 
 def column_scores(
     query: jax.Array,
     shard: Shard,
-    pages: jax.Array,
+    table: jax.Array,
     columns: jax.Array,
     positions: jax.Array,
     lengths: jax.Array,
@@ -140,8 +143,8 @@ def column_scores(
     Args:
       query: float8_e4m3fn [groups, tokens, heads, 128].
       shard: the keys.
-      pages: int32 [groups, columns], see `pages_of`.
-      columns: int32 [columns], the columns' page numbers within the request.
+      table: int32 [groups, width], the groups' block tables.
+      columns: int32 [groups, columns], the columns' page numbers within the request.
       positions: int32 [groups, tokens], negative for a token that sees nothing.
       lengths: int32 [groups], keys at or past it are invisible.
       tuning: the platform's.
@@ -150,7 +153,8 @@ def column_scores(
       float32 [groups, tokens, heads, columns]; -inf where no row is visible.
     """
     groups, tokens, heads, _ = query.shape
-    count = columns.shape[0]
+    count = columns.shape[1]
+    pages = pages_of(table, lengths, columns, shard)
     keys = _gathered_keys(shard, pages, tuning).reshape(groups, count * shard.rows, HEAD_DIM)
     queries = e4m3_values(query).astype(tuning.operand).reshape(groups, tokens * heads, HEAD_DIM)
     products = lax.dot_general(
@@ -162,7 +166,8 @@ def column_scores(
     ).reshape(groups, tokens, heads, count, shard.rows)
 
     first = columns * shard.page_size + shard.rank * shard.rows
-    key_positions = (first[:, None] + jnp.arange(shard.rows, dtype=jnp.int32)[None])[None, None]
+    key_positions = first[..., None] + jnp.arange(shard.rows, dtype=jnp.int32)[None, None]
+    key_positions = key_positions[:, None]
     visible = (
         (pages >= 0)[:, None, :, None]
         & (key_positions <= positions[:, :, None, None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from msa_icp_jax.backend import start_at, vary_as
 from msa_icp_jax.geometry import COLUMN_MULTIPLE, NUM_HEADS, cdiv, round_up
 from msa_icp_jax.ops import _portable
 from msa_icp_jax.ops._portable import Shard, Tuning
+
+_TILES = 8  # tiles of one request in a step, if all are equally long
 
 # Jitted for eager callers, whose loops would otherwise compile anew in each call.
 _SIZES = ("world_size", "page_size", "decode_query_len", "row_offset")
@@ -36,53 +38,99 @@ def decode_scores(
 ) -> jax.Array:
     """Writes the columns of each request's pages, rounded up to four; see the public function."""
     shard = Shard(index_k, rank, world_size, page_size, row_offset)
-    tokens, columns = index_q.shape[0], score_out.shape[2]
-    score_step = _ScoreStep(index_q, shard, block_table, seq_lens, decode_query_len, tuning)
-    used = jnp.minimum(cdiv(score_step.lengths, page_size), columns)
-    written = jnp.repeat(round_up(used, COLUMN_MULTIPLE), decode_query_len)
+    batch = _Batch.of(index_q, block_table, seq_lens, decode_query_len)
+    requests, columns = block_table.shape[0], score_out.shape[2]
     queries = decode_query_len * NUM_HEADS
-    step = _portable.columns_per_step(shard, block_table.shape[0], queries, columns, tuning)
+    step = _portable.columns_per_step(shard, requests, queries, columns, tuning)
+    score_out = vary_as(score_out, index_q, index_k, block_table, seq_lens, rank)
+    if step == columns:
+        cols = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), (requests, columns))
+        old = score_out[: index_q.shape[0]]
+        return lax.dynamic_update_slice(
+            score_out, batch.written(old, cols, shard, tuning), start_at(0, 0, 0)
+        )
+
+    # A step scores tiles: a few columns of one request each. Only those are visited that have to be
+    # written, so that one long request among many costs what its own columns do.
+    width = min(columns, max(COLUMN_MULTIPLE, step // _TILES // COLUMN_MULTIPLE * COLUMN_MULTIPLE))
+    at_once = requests * max(1, step // width)
+    used = jnp.minimum(cdiv(batch.lengths, page_size), columns)
+    ends = jnp.cumsum(cdiv(round_up(used, COLUMN_MULTIPLE), width), dtype=jnp.int32)
 
     def body(i: jax.Array, plane: jax.Array) -> jax.Array:
-        first = jnp.minimum(i * step, columns - step)  # the last step may score columns again
-        cols = first + jnp.arange(step, dtype=jnp.int32)
-        old = lax.dynamic_slice(plane, start_at(0, 0, first), (tokens, NUM_HEADS, step))
-        new = jnp.where((cols[None] < written[:, None])[:, None], score_step(cols), old)
-        return lax.dynamic_update_slice(plane, new, start_at(0, 0, first))
-
-    score_out = vary_as(score_out, index_q, index_k, block_table, seq_lens, rank)
-    return _portable.for_each_step(written.max(), step, columns, body, score_out)
-
-
-class _ScoreStep:
-    """Scores float32 [T, 4, columns] of some columns of every request."""
-
-    def __init__(
-        self,
-        index_q: jax.Array,
-        shard: Shard,
-        block_table: jax.Array,
-        seq_lens: jax.Array,
-        decode_query_len: int,
-        tuning: Tuning,
-    ) -> None:
-        self.query = index_q.reshape(-1, decode_query_len, *index_q.shape[1:])
-        self.shard = shard
-        self.block_table = block_table
-        self.lengths = jnp.maximum(seq_lens, 0)
-        token = jnp.arange(decode_query_len, dtype=jnp.int32) - decode_query_len
-        self.positions = self.lengths[:, None] + token[None]
-        self.tuning = tuning
-
-    def __call__(self, columns: jax.Array) -> jax.Array:
-        pages = _portable.pages_of(
-            self.block_table,
-            self.lengths,
-            columns,
-            self.shard.index_k.shape[0],
-            self.shard.page_size,
+        # The last step may write tiles again.
+        tile = jnp.minimum(i * at_once + jnp.arange(at_once, dtype=jnp.int32), ends[-1] - 1)
+        request = jnp.searchsorted(ends, tile, side="right", method="compare_all")
+        request = request.astype(jnp.int32)
+        before = jnp.where(request > 0, ends[request - 1], 0)
+        first = jnp.minimum((tile - before) * width, columns - width)
+        start = jnp.stack([request * decode_query_len, jnp.zeros_like(first), first], axis=-1)
+        old = lax.gather(
+            plane,
+            start,
+            lax.GatherDimensionNumbers(
+                offset_dims=(1, 2, 3), collapsed_slice_dims=(), start_index_map=(0, 1, 2)
+            ),
+            slice_sizes=(decode_query_len, NUM_HEADS, width),
+            mode=lax.GatherScatterMode.CLIP,
         )
+        cols = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+        new = batch.picked(request).written(old.reshape(-1, NUM_HEADS, width), cols, shard, tuning)
+        return lax.scatter(
+            plane,
+            start,
+            new.reshape(old.shape),
+            lax.ScatterDimensionNumbers(
+                update_window_dims=(1, 2, 3),
+                inserted_window_dims=(),
+                scatter_dims_to_operand_dims=(0, 1, 2),
+            ),
+            mode=lax.GatherScatterMode.CLIP,
+        )
+
+    return lax.fori_loop(0, cdiv(ends[-1], at_once), body, score_out)
+
+
+class _Batch(NamedTuple):
+    """Decode requests, or parts of some.
+
+    Attributes:
+      query: float8_e4m3fn [requests, query tokens, 4, 128].
+      table: int32 [requests, width].
+      lengths: int32 [requests], none negative.
+    """
+
+    query: jax.Array
+    table: jax.Array
+    lengths: jax.Array
+
+    @staticmethod
+    def of(
+        index_q: jax.Array, block_table: jax.Array, seq_lens: jax.Array, decode_query_len: int
+    ) -> _Batch:
+        """A batch of whole requests."""
+        query = index_q.reshape(-1, decode_query_len, *index_q.shape[1:])
+        return _Batch(query, block_table, jnp.maximum(seq_lens, 0))
+
+    def picked(self, request: jax.Array) -> _Batch:
+        """The requests with these numbers, int32 [n]."""
+        bits = lax.bitcast_convert_type(self.query, jnp.uint8)  # XLA on CPU cannot move float8
+        query = lax.bitcast_convert_type(bits[request], self.query.dtype)
+        return _Batch(query, self.table[request], self.lengths[request])
+
+    def written(
+        self, old: jax.Array, columns: jax.Array, shard: Shard, tuning: Tuning
+    ) -> jax.Array:
+        """`old` [T, 4, columns] with scores where they belong; columns int32 [requests, columns].
+
+        They belong in the columns of a request's pages, rounded up to four.
+        """
+        length = self.query.shape[1]
+        token = jnp.arange(length, dtype=jnp.int32) - length
+        positions = self.lengths[:, None] + token[None]
         scores = _portable.column_scores(
-            self.query, self.shard, pages, columns, self.positions, self.lengths, self.tuning
+            self.query, shard, self.table, columns, positions, self.lengths, tuning
         )
-        return scores.reshape(-1, NUM_HEADS, columns.shape[0])
+        end = round_up(cdiv(self.lengths, shard.page_size), COLUMN_MULTIPLE)
+        own = (columns < end[:, None])[:, None, None]
+        return jnp.where(own, scores, old.reshape(scores.shape)).reshape(old.shape)

@@ -154,10 +154,14 @@ class _Tile(NamedTuple):
         """Raw scores float32 [tile, 4, columns] of some columns."""
         query = lax.dynamic_slice(q, start_at(self.start, 0, 0), (self.live.shape[0], *q.shape[1:]))
         table = lax.dynamic_slice(block_table, start_at(self.segment, 0), (1, block_table.shape[1]))
-        lengths = self.kv_len[None]
-        pages = _portable.pages_of(table, lengths, columns, shard.index_k.shape[0], shard.page_size)
         return _portable.column_scores(
-            query[None], shard, pages, columns, self.positions[None], lengths, tuning
+            query[None],
+            shard,
+            table,
+            columns[None],
+            self.positions[None],
+            self.kv_len[None],
+            tuning,
         )[0]
 
 
