@@ -97,9 +97,16 @@ def prefill_windows(page_size: int) -> list[Prefill]:
 # ---- the whole matrix ----
 
 
-@pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
-@pytest.mark.parametrize("with_comm", [False, True], ids=["bare", "comm"])
-@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize(
+    ("fused", "with_comm", "tagged"),
+    [
+        pytest.param(False, False, False, id="bare-legacy"),
+        pytest.param(False, False, True, id="bare-tagged"),
+        pytest.param(False, True, False, id="comm-legacy"),
+        pytest.param(False, True, True, id="comm-tagged"),
+        pytest.param(True, False, False, id="fused"),  # the same chain over a plane of its own
+    ],
+)
 @pytest.mark.parametrize(("world_size", "page_size"), GROUPS)
 def test_decode(
     world_size: int, page_size: int, fused: bool, with_comm: bool, tagged: bool
@@ -396,7 +403,6 @@ def tied_keys(kind: str, blocks: int) -> Array:
     return oracle.e4m3_encode(values).reshape(-1, 128)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize(
     "kind",
     [
@@ -408,7 +414,7 @@ def tied_keys(kind: str, blocks: int) -> Array:
         "NaN but one block",
     ],
 )
-def test_ties(kind: str, fused: bool) -> None:
+def test_ties(kind: str) -> None:
     """40 blocks that mostly tie: the lower id wins, on every rank alike and on every repeat."""
     for world_size, page_size in TWO_GROUPS:
         ranks = ranks_of(world_size, page_size, on_mesh=False)
@@ -421,10 +427,10 @@ def test_ties(kind: str, fused: bool) -> None:
             1,
             oracle.decode_num_valid_pages([length], 1),
         )
-        first = ranks.decode(case, fused=fused)
-        check_decoded(ranks.plan, case, first, fused=fused)
+        first = ranks.decode(case)
+        check_decoded(ranks.plan, case, first, fused=False)
         for _ in range(5):
-            np.testing.assert_array_equal(ranks.decode(case, fused=fused).output, first.output)
+            np.testing.assert_array_equal(ranks.decode(case).output, first.output)
 
 
 @functools.cache
@@ -451,13 +457,12 @@ def million_case(length: int) -> Decode:
     )
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize("length", [1 << 20, (1 << 20) + 130])
-def test_decode_at_8192_blocks(length: int, fused: bool) -> None:
+def test_decode_at_8192_blocks(length: int) -> None:
     """Thousands of ties behind ten winners; past 8192 blocks candidates stop at 8191."""
     ranks, case = million_ranks(), million_case(length)
-    found = ranks.decode(case, fused=fused)
-    check_decoded(ranks.plan, case, found, fused=fused)
+    found = ranks.decode(case)
+    check_decoded(ranks.plan, case, found, fused=False)
     ids = found.output[0, 0].tolist()
     winners = np.flatnonzero(case.cache.table[0]).tolist()
     # 8191 and 8190 are local blocks of the shorter context; of the longer, 8192 and 8193 would be.
@@ -538,11 +543,8 @@ def test_prefill_without_queries_or_segments(fused: bool, on_mesh: bool) -> None
 # ---- values that only the device knows ----
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize(("world_size", "page_size"), TWO_GROUPS)
-def test_bad_pages_lengths_and_counts_are_harmless(
-    world_size: int, page_size: int, fused: bool
-) -> None:
+def test_bad_pages_lengths_and_counts_are_harmless(world_size: int, page_size: int) -> None:
     """A page outside the cache hides its rows; no length or count reaches out of an array."""
     ranks = ranks_of(world_size, page_size)
     plain = decode_steps(page_size)[0]
@@ -550,17 +552,17 @@ def test_bad_pages_lengths_and_counts_are_harmless(
     table[0, [0, 3, 9]] = [-1, 2**31 - 1, len(plain.cache.keys)]
     table[2, 0] = -(2**31)
     bad_pages = dataclasses.replace(plain, cache=Cache(plain.cache.keys, table))
-    check_decoded(ranks.plan, bad_pages, ranks.decode(bad_pages, fused=fused), fused=fused)
+    check_decoded(ranks.plan, bad_pages, ranks.decode(bad_pages), fused=False)
 
     lengths = np.array([2**31 - 1, -5, -(2**31), 9000], np.int32)
     bad_lengths = dataclasses.replace(plain, seq_lens=lengths)
-    check_decoded(ranks.plan, bad_lengths, ranks.decode(bad_lengths, fused=fused), fused=fused)
+    check_decoded(ranks.plan, bad_lengths, ranks.decode(bad_lengths), fused=False)
 
     # Counts are the caller's own: they may differ from what the lengths say, as far as columns
     # were written, be zero or negative.
     counts = np.array([1, 5, 0, -3, 6, -(2**31), 2, 4], np.int32)
     own_counts = dataclasses.replace(plain, counts=counts)
-    check_decoded(ranks.plan, own_counts, ranks.decode(own_counts, fused=fused), fused=fused)
+    check_decoded(ranks.plan, own_counts, ranks.decode(own_counts), fused=False)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
@@ -599,15 +601,12 @@ def gaussian_decode(lengths: list[int], page_size: int) -> Decode:
     return dataclasses.replace(case, query=normal.view(np.uint8), cache=cache)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize(("world_size", "page_size"), TWO_GROUPS)
-def test_repeats_and_batch_neighbours_change_nothing(
-    world_size: int, page_size: int, fused: bool
-) -> None:
+def test_repeats_and_batch_neighbours_change_nothing(world_size: int, page_size: int) -> None:
     ranks = ranks_of(world_size, page_size)
     case = gaussian_decode([2500, 2300, 2200, 700], page_size)
-    first = ranks.decode(case, fused=fused)
-    again = ranks.decode(case, fused=fused)
+    first = ranks.decode(case)
+    again = ranks.decode(case)
     np.testing.assert_array_equal(again.output, first.output)
     np.testing.assert_array_equal(again.scores, first.scores)
 
@@ -620,7 +619,7 @@ def test_repeats_and_batch_neighbours_change_nothing(
         2,
         case.counts[tokens],
     )
-    found = ranks.decode(moved, fused=fused)
+    found = ranks.decode(moved)
     np.testing.assert_array_equal(found.output[:8], first.output[tokens])
     np.testing.assert_array_equal(found.scores[:, :8], first.scores[:, tokens])
 
@@ -634,7 +633,7 @@ def test_repeats_and_batch_neighbours_change_nothing(
         2,
         oracle.decode_num_valid_pages(lengths, 2),
     )
-    found = ranks.decode(alone, fused=fused)
+    found = ranks.decode(alone)
     np.testing.assert_array_equal(found.output[:2], first.output[:2])
     np.testing.assert_array_equal(found.scores[:, :2], first.scores[:, :2])
     assert (found.output[2:8] == -1).all()

@@ -67,23 +67,21 @@ def requests(case: Decode, picked: list[int]) -> tuple[Decode, Array]:
 # ---- repeats ----
 
 
-@FUSED
-def test_forty_equal_scores_give_the_lowest_ids_on_every_rank_every_time(fused: bool) -> None:
+def test_forty_equal_scores_give_the_lowest_ids_on_every_rank_every_time() -> None:
     case = chains.random_decode([40 * 128], 1, 128)
     equal = dataclasses.replace(case, query=np.zeros_like(case.query))
     ranks = Ranks(make_plan(4, 128, init_blocks=0, local_blocks=0), None)
     for _ in range(20):
-        output = ranks.decode(equal, fused=fused).output[0]
+        output = ranks.decode(equal).output[0]
         assert (output == np.arange(16)).all()
 
 
-@FUSED
 @GROUP
-def test_repeats_give_the_same_bits(world_size: int, page_size: int, fused: bool) -> None:
+def test_repeats_give_the_same_bits(world_size: int, page_size: int) -> None:
     ranks, case = ranks_of(world_size, page_size), decode_case(page_size)
-    first = ranks.decode(case, fused=fused)
+    first = ranks.decode(case)
     for _ in range(10):
-        again = ranks.decode(case, fused=fused)
+        again = ranks.decode(case)
         np.testing.assert_array_equal(again.output, first.output)
         np.testing.assert_array_equal(again.scores, first.scores)
 
@@ -91,17 +89,14 @@ def test_repeats_give_the_same_bits(world_size: int, page_size: int, fused: bool
 # ---- neighbours ----
 
 
-@FUSED
 @GROUP
-def test_a_request_does_not_depend_on_its_batch(
-    world_size: int, page_size: int, fused: bool
-) -> None:
+def test_a_request_does_not_depend_on_its_batch(world_size: int, page_size: int) -> None:
     """Alone, among fewer, in another order, eight times: another batch size is another program."""
     ranks, case = ranks_of(world_size, page_size), decode_case(page_size)
-    whole = ranks.decode(case, fused=fused)
+    whole = ranks.decode(case)
     for picked in ([0], [3], [0, 1], [3, 2, 1], [1] * 8):
         part, tokens = requests(case, picked)
-        found = ranks.decode(part, fused=fused)
+        found = ranks.decode(part)
         np.testing.assert_array_equal(found.output[: len(tokens)], whole.output[tokens])
         np.testing.assert_array_equal(found.scores[:, : len(tokens)], whole.scores[:, tokens])
 

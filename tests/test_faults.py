@@ -27,7 +27,6 @@ Array = npt.NDArray[Any]
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = [ROOT / "msa_icp_jax", ROOT / "interop/msa_icp_torch"]
-FUSED = pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 
 
 @functools.cache
@@ -42,45 +41,41 @@ def sources() -> list[Path]:
 # ---- what the consumer gets ----
 
 
-@FUSED
-def test_a_short_context_is_a_valid_prefix_then_minus_one(fused: bool) -> None:
+def test_a_short_context_is_a_valid_prefix_then_minus_one() -> None:
     """Keys 0 to 299 are three blocks; what follows them is no address."""
-    output = ranks_of().decode(random_decode([300], 1, 128), fused=fused).output[0]
+    output = ranks_of().decode(random_decode([300], 1, 128)).output[0]
     assert (output == [0, 1, 2, *[-1] * 13]).all()
 
 
-@FUSED
-def test_minus_one_as_a_page_is_no_page(fused: bool) -> None:
+def test_minus_one_as_a_page_is_no_page() -> None:
     """In JAX an index of -1 is the last element, and one past the end is clamped."""
     case = random_decode([100], 1, 128, pages=8)
     table = np.array([[case.cache.table[0, 0], -1, -1]], np.int32)
     narrow = dataclasses.replace(case, cache=Cache(case.cache.keys, table))
-    found = ranks_of().decode(narrow, fused=fused)
-    chains.check_decoded(ranks_of().plan, narrow, found, fused=fused)
+    found = ranks_of().decode(narrow)
+    chains.check_decoded(ranks_of().plan, narrow, found, fused=False)
     assert (found.output[0] == [0, *[-1] * 15]).all()
     for bad in (-1, 8, 2**31 - 1):  # the only page the request has
         lost = dataclasses.replace(case, cache=Cache(case.cache.keys, np.full_like(table, bad)))
-        found = ranks_of().decode(lost, fused=fused)
-        chains.check_decoded(ranks_of().plan, lost, found, fused=fused)
+        found = ranks_of().decode(lost)
+        chains.check_decoded(ranks_of().plan, lost, found, fused=False)
 
 
-@FUSED
-def test_index_keys_left_behind_change_the_choice(fused: bool) -> None:
+def test_index_keys_left_behind_change_the_choice() -> None:
     """Whoever moves pages must move their index keys: past 16 blocks it shows."""
     case = random_decode([24 * 128], 1, 128, pages=64)
-    right = ranks_of().decode(case, fused=fused).output[0]
+    right = ranks_of().decode(case).output[0]
     moved = (case.cache.table + 7) % 64  # the table follows the pages, the keys did not
     wrong = dataclasses.replace(case, cache=Cache(case.cache.keys, moved.astype(np.int32)))
-    assert (ranks_of().decode(wrong, fused=fused).output[0] != right).any()
+    assert (ranks_of().decode(wrong).output[0] != right).any()
     short = random_decode([16 * 128], 1, 128, pages=64)
     hidden = dataclasses.replace(
         short, cache=Cache(short.cache.keys, ((short.cache.table + 7) % 64).astype(np.int32))
     )
-    assert (ranks_of().decode(hidden, fused=fused).output[0] == np.arange(16)).all()
+    assert (ranks_of().decode(hidden).output[0] == np.arange(16)).all()
 
 
-@FUSED
-def test_a_whole_batch_of_padding_shares_a_live_page(fused: bool) -> None:
+def test_a_whole_batch_of_padding_shares_a_live_page() -> None:
     """Graph padding points at page 0, which is somebody's; its tokens' queries are NaN."""
     case = random_decode([2500, 0, 0, 0], 2, 128)
     table = case.cache.table.copy()
@@ -89,12 +84,12 @@ def test_a_whole_batch_of_padding_shares_a_live_page(fused: bool) -> None:
     query = case.query.copy()
     query[2:] = 0x7F
     padded = dataclasses.replace(case, query=query, cache=Cache(case.cache.keys, table))
-    found = ranks_of().decode(padded, fused=fused)
-    chains.check_decoded(ranks_of().plan, padded, found, fused=fused)
+    found = ranks_of().decode(padded)
+    chains.check_decoded(ranks_of().plan, padded, found, fused=False)
     alone = Decode(
         query[:2], Cache(case.cache.keys, table[:1]), case.seq_lens[:1], 2, case.counts[:2]
     )
-    found_alone = ranks_of().decode(alone, fused=fused)
+    found_alone = ranks_of().decode(alone)
     np.testing.assert_array_equal(found.output[:2], found_alone.output[:2])
 
 

@@ -34,18 +34,17 @@ def ranks_of(world_size: int, page_size: int) -> Ranks:
     return Ranks(make_plan(world_size, page_size, **limits), None)
 
 
-@FUSED
 @GROUP
 @fuzz
 @hypothesis.given(data=st.data())
-def test_decode(world_size: int, page_size: int, fused: bool, data: Any) -> None:
+def test_decode(world_size: int, page_size: int, data: Any) -> None:
     ranks = ranks_of(world_size, page_size)
     sizes = {"width": WIDTH, "pages": PAGES}
     case = hostile.decode_case(data.draw, ranks.plan, REQUESTS, QUERY_LEN, **sizes)
-    chains.check_decoded(ranks.plan, case, ranks.decode(case, fused=fused), fused=fused)
+    chains.check_decoded(ranks.plan, case, ranks.decode(case), fused=False)
 
     wrong, right = hostile.with_counts(data.draw, case)
-    output = ranks.decode(wrong, fused=fused).output
+    output = ranks.decode(wrong).output
     tokens = len(wrong.counts)
     np.testing.assert_array_equal(output[:tokens][right], case.answer(ranks.plan)[right])
     hostile.check_form(output[:tokens], wrong.counts)

@@ -13,14 +13,13 @@ def ranks_of(world_size: int, page_size: int) -> Ranks:
     return Ranks(chains.make_plan(world_size, page_size, backend="mosaic"), None)
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("world_size", "page_size"), [(2, 256), (4, 128)])
-def test_a_request_does_not_depend_on_its_batch(world_size, page_size, fused):
+def test_a_request_does_not_depend_on_its_batch(world_size, page_size):
     ranks, case = ranks_of(world_size, page_size), decode_case(page_size)
-    whole = ranks.decode(case, fused=fused)
+    whole = ranks.decode(case)
     for picked in ([0], [3], [0, 1], [3, 2, 1], [1] * 8):
         part, tokens = requests(case, picked)
-        found = ranks.decode(part, fused=fused)
+        found = ranks.decode(part)
         np.testing.assert_array_equal(found.output[: len(tokens)], whole.output[tokens])
         np.testing.assert_array_equal(found.scores[:, : len(tokens)], whole.scores[:, tokens])
 
