@@ -7,9 +7,7 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from msa_icp_jax.geometry import HEAD_DIM, cdiv, rows_per_page
@@ -79,11 +77,16 @@ def write_rows(
         rows=rows_per_page(world_size, page_size),
         row_offset=row_offset,
     )
-    turns = cdiv(facts.tokens, _TOKENS)
-    ctas = min(turns, target.sms) if target.interpret else turns
+    ctas = cdiv(facts.tokens, _TOKENS)
+    body = functools.partial(_kernel, facts=facts)
+    if target.interpret:
+        from msa_icp_jax.ops.index_cache import interpret  # on demand: only tests need it
+
+        ctas = min(ctas, target.sms)
+        body = functools.partial(interpret.write, facts=facts, ctas=ctas)
     cache = writable(index_k)
     launch(
-        functools.partial(_kernel, facts=facts, turns=cdiv(turns, ctas), target=target),
+        body,
         name="write_index_k",
         target=target,
         grid=(ctas,),
@@ -91,27 +94,8 @@ def write_rows(
     return written(cache)
 
 
-def _kernel(
-    new_k: Any, slots: Any, rank: Any, cache: Any, *, facts: Write, turns: int, target: Target
-) -> None:
-    cta = lax.axis_index(CTA)
-    if not target.interpret:
-        _copy(new_k, slots, rank, cache, cta * _TOKENS, facts)
-        return
-
-    @pl.loop(cta * turns * _TOKENS, jnp.minimum((cta + 1) * turns * _TOKENS, facts.tokens))
-    def _(token: Any) -> None:
-        slot = slots[token]
-        page, row = lax.div(slot, facts.page_size), lax.rem(slot, facts.page_size)
-        local = row - rank[0] * facts.rows
-
-        @pl.when((slot >= 0) & (page < facts.pages) & (local >= 0) & (local < facts.rows))
-        def _() -> None:
-            cache[page, facts.row_offset + local] = new_k[token]
-
-
-def _copy(new_k: Any, slots: Any, rank: Any, cache: Any, first: Any, facts: Write) -> None:
-    """Copies the keys of `_TOKENS` tokens, 16 bytes a thread; the machine's form of the loop."""
+def _kernel(new_k: Any, slots: Any, rank: Any, cache: Any, *, facts: Write) -> None:
+    """A CTA copies the keys of `_TOKENS` tokens, 16 bytes a thread."""
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, plgpu.Layout.WG_SPLAT))
     def copy(_: Any, *arguments: Any) -> None:
@@ -119,7 +103,7 @@ def _copy(new_k: Any, slots: Any, rank: Any, cache: Any, first: Any, facts: Writ
         new_k, slots, rank, cache = (Words.of(ref) for ref in refs)
         _copy_token(new_k, slots, rank, cache, lanes.scalar(first), facts)
 
-    copy(new_k, slots, rank, cache, first)
+    copy(new_k, slots, rank, cache, lax.axis_index(CTA) * _TOKENS)
 
 
 def _copy_token(

@@ -35,12 +35,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from msa_icp_jax import rows as candidate_rows
 from msa_icp_jax.geometry import NUM_HEADS, TOPK, cdiv
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, f32, i32, int32, where
@@ -277,8 +275,14 @@ def _launch(
     target: Target,
     out_type: Any = (),
 ) -> Any:
+    body: Any = functools.partial(_kernel, owners=owners, pdl=enable_pdl)
+    if target.interpret:
+        from msa_icp_jax.ops.select import interpret  # on demand: only tests need it
+
+        assert owners is None, "the interpreter has no device addresses"
+        body, facts = interpret.select, interpret.with_few_ctas(facts, target)
     return launch(
-        functools.partial(_kernel, facts=facts, owners=owners, pdl=enable_pdl, target=target),
+        functools.partial(body, facts=facts),
         name=name,
         target=target,
         grid=(facts.ctas,),
@@ -299,8 +303,6 @@ def _grid(tokens: int, columns: int, target: Target, single: bool = False) -> tu
     else:
         at_once = _CTA_TOKENS if long_rows.vector_of(columns) > 1 else WARPS
         team, ctas = 1, min(tokens, max(target.sms, cdiv(tokens, at_once)))
-    if target.interpret:
-        return team, min(ctas, target.sms), False
     return team, ctas, few
 
 
@@ -313,7 +315,6 @@ def _kernel(
     facts: Select,
     owners: Owners | None,
     pdl: bool,
-    target: Target,
 ) -> None:
     """Selects; `others` are tags if there are any and the rows, or the operands of `PeerRows`.
 
@@ -321,10 +322,6 @@ def _kernel(
     `peer_rows`.
     """
     cta = lax.axis_index(CTA)
-    if target.interpret:
-        assert owners is None, "the interpreter has no device addresses"
-        _select_stock(scores, counts, index_offset, list(others), cta, facts)
-        return
     guess: tuple[Any, ...] = ()
     if pdl and not owners:
         plgpu.griddepcontrol_launch_dependents()
@@ -348,29 +345,6 @@ def share_out(cta: Any, count: int, ctas: int) -> tuple[Any, Any]:
         return start, start + each + (cta < rest).to_i32()
     start = cta * each + jnp.minimum(cta, rest)
     return start, start + each + jnp.where(cta < rest, 1, 0)
-
-
-# ---- stock ops ----
-
-
-def _select_stock(
-    scores: Any,
-    counts: Any,
-    index_offset: Any,
-    others: list[Any],
-    cta: Any,
-    facts: Select,
-) -> None:
-    *tags, rows = others
-    ids = jnp.arange(facts.columns, dtype=jnp.int32) * facts.index_scale + index_offset[0]
-
-    @pl.loop(*share_out(cta, facts.rows, facts.ctas))
-    def _(row: Any) -> None:
-        token, head = lax.div(row, NUM_HEADS), lax.rem(row, NUM_HEADS)
-        words = lax.bitcast_convert_type(scores[token, head], jnp.int32)
-        keys = candidate_rows.candidate_keys(words, ids, counts[token], facts.begin, facts.end)
-        found = candidate_rows.pack(*candidate_rows.take_top16(keys, words, ids)[1:])
-        rows[head, token] = candidate_rows.tag(found, tags[0][head, token]) if tags else found
 
 
 # ---- machine pieces ----

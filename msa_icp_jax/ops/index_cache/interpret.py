@@ -1,0 +1,29 @@
+"""The index-key write in stock operations, which the interpreter runs: token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from msa_icp_jax.geometry import cdiv
+from msa_icp_jax.ops._mosaic.launch import CTA
+from msa_icp_jax.ops.index_cache.kernel import Write
+
+
+def write(new_k: Any, slots: Any, rank: Any, cache: Any, *, facts: Write, ctas: int) -> None:
+    """The kernel's body on `ctas` CTAs, which take equal parts of the tokens."""
+    share = cdiv(facts.tokens, ctas)
+    first = lax.axis_index(CTA) * share
+
+    @pl.loop(first, jnp.minimum(first + share, facts.tokens))
+    def _(token: Any) -> None:
+        slot = slots[token]
+        page, row = lax.div(slot, facts.page_size), lax.rem(slot, facts.page_size)
+        local = row - rank[0] * facts.rows
+
+        @pl.when((slot >= 0) & (page < facts.pages) & (local >= 0) & (local < facts.rows))
+        def _() -> None:
+            cache[page, facts.row_offset + local] = new_k[token]
