@@ -29,28 +29,30 @@ PAGE_SIZE = 128
 INIT_BLOCKS, LOCAL_BLOCKS = 0, 1
 RANK = 1  # the rank measured; with 128-token pages every rank's work is alike
 WORD = 4
-_ROW_BYTES = HEAD_DIM  # of a key or a query, float8
+FLOAT8, BFLOAT16 = "float8_e4m3fn", "bfloat16"  # of keys and queries
 
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """The two rates that bound a kernel, TB/s and TFLOP/s; None where no unit multiplies fp8."""
+    """The rates that bound a kernel, TB/s and TFLOP/s; None where no unit multiplies so."""
 
     read_tbps: float
     fp8_tflops: float | None
+    bf16_tflops: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
-    """What a stage cannot do without."""
+    """What a stage cannot do without: bytes, and operations on numbers of a dtype."""
 
     bytes: int
     flops: int = 0
+    dtype: str = FLOAT8
 
     def us(self, ceilings: Ceilings) -> float:
         """Microseconds at the ceilings; without one for products only bytes count."""
-        computing = self.flops / ceilings.fp8_tflops if ceilings.fp8_tflops else 0.0
-        return max(self.bytes / ceilings.read_tbps, computing) / 1e6
+        rate = ceilings.fp8_tflops if self.dtype == FLOAT8 else ceilings.bf16_tflops
+        return max(self.bytes / ceilings.read_tbps, self.flops / rate if rate else 0.0) / 1e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Sharded:
       data: "normal", or of columns that are selected badly: "ascending" (each beats all before it)
         or "ties" (all alike).
       heads: index heads.
+      dtype: of keys and queries.
     """
 
     name: str
@@ -75,8 +78,15 @@ class Sharded:
     target: float | None = None
     data: str = "normal"
     heads: int = NUM_HEADS
+    dtype: str = FLOAT8
     precision: ClassVar[str]  # the usual one, which the target is for
-    stages: ClassVar[tuple[str, ...]]
+    normal_stages: ClassVar[tuple[str, ...]]
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Those measured: of special data or dtype the whole local work alone."""
+        normal = self.data == "normal" and self.dtype == FLOAT8
+        return self.normal_stages if normal else ("local",)
 
     @property
     def rank(self) -> int:
@@ -115,7 +125,8 @@ class Sharded:
 
     @property
     def input_bytes(self) -> int:
-        return (self.key_rows + self.tokens * self.heads) * _ROW_BYTES
+        row_bytes = HEAD_DIM * (1 if self.dtype == FLOAT8 else 2)
+        return (self.key_rows + self.tokens * self.heads) * row_bytes
 
     @property
     def plane_bytes(self) -> int:
@@ -144,12 +155,12 @@ class Sharded:
         rows = self.tokens * self.heads * ROW_WORDS * WORD
         match stage:
             case "score":
-                return Floor(self.input_bytes + self.plane_bytes, self.key_flops)
+                return Floor(self.input_bytes + self.plane_bytes, self.key_flops, self.dtype)
             case "select":
                 return Floor(self.plane_bytes + rows)
             case "merge":
                 return Floor(rows + self.tokens * self.heads_per_rank * TOPK * WORD)
-        return Floor(self.input_bytes, self.key_flops)
+        return Floor(self.input_bytes, self.key_flops, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +168,7 @@ class Decode(Sharded):
     """As many new tokens of every request."""
 
     precision = "exact"
-    stages = ("score", "select", "local", "merge", "chain")
+    normal_stages = ("score", "select", "local", "merge", "chain")
 
     @property
     def query_len(self) -> int:
@@ -169,10 +180,7 @@ class Prefill(Sharded):
     """The last tokens of every segment."""
 
     precision = "fast"
-
-    @property
-    def stages(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("score", "select", "local", "fused-local") if self.data == "normal" else ("local",)
+    normal_stages = ("score", "select", "local", "fused-local")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,6 +269,18 @@ PREFILL = (
 ADVERSARIAL = tuple(
     dataclasses.replace(PREFILL[2], name=f"{PREFILL[2].name}-{data}", target=None, data=data)
     for data in ("ascending", "ties")
+)
+BF16 = tuple(
+    dataclasses.replace(case, name=f"{case.name}-bf16", target=target, dtype=BFLOAT16)
+    for case, target in (
+        (DECODE[1], 1.35),
+        (DECODE[2], 1.22),
+        (DECODE[3], 1.12),
+        (DECODE[4], 1.08),
+        (PREFILL[2], 1.35),
+        (PREFILL[4], 1.25),
+        (PREFILL[8], 1.35),
+    )
 )
 ADVERSARIAL_OVER_NORMAL = 2.5  # their time over that of the case of normal data, at most
 ALONE = (

@@ -1,4 +1,4 @@
-"""Inputs of the work points: device-made random normal e4m3 data behind shuffled pages.
+"""Inputs of the work points: device-made random normal data behind shuffled pages.
 
 All cases share one pool of key rows. Each of a case's *sets* has queries and a block table of its
 own; the tables are disjoint parts of one permutation of the pool's pages, so a pass over all sets
@@ -52,10 +52,12 @@ class Pool:
     def __init__(self, cases: Sequence[Case], stream_bytes: int) -> None:
         self.stream_bytes = stream_bytes
         sharded = [c for c in cases if isinstance(c, Sharded)]
-        keys = max((c.key_rows * self.sets_of(c) for c in sharded), default=1)
-        queries = max((c.tokens * c.heads * self.sets_of(c) for c in sharded), default=1)
-        self._keys = _normal_rows(0, keys)
-        self._queries = _normal_rows(1, queries)
+        self._rows: dict[str, tuple[jax.Array, jax.Array]] = {}  # keys, queries
+        for dtype in dict.fromkeys(case.dtype for case in sharded):
+            alike = [(case, self.sets_of(case)) for case in sharded if case.dtype == dtype]
+            keys = max(case.key_rows * sets for case, sets in alike)
+            queries = max(case.tokens * case.heads * sets for case, sets in alike)
+            self._rows[dtype] = _normal_rows(0, keys, dtype), _normal_rows(1, queries, dtype)
 
     def sets_of(self, case: Case) -> int:
         return min(MAX_SETS, max(2, cdiv(self.stream_bytes, case.stream_bytes)))
@@ -65,12 +67,12 @@ class Pool:
         found = self._inputs(case, backend, self.sets_of(case))
         return jax.block_until_ready((found.fixed, found.sets)) and found
 
-    def structs(self, case: Case, backend: str) -> Arrays:
-        """Shapes of a set's arrays, without making any."""
+    def structs(self, case: Case, backend: str) -> tuple[Arrays, Arrays]:
+        """Shapes of what all sets share, and of a set's arrays, without making any."""
 
-        def arrays() -> Arrays:
+        def arrays() -> tuple[Arrays, Arrays]:
             found = self._inputs(case, backend, 1)
-            return found.fixed | found.sets[0]
+            return found.fixed, found.sets[0]
 
         return jax.eval_shape(arrays)
 
@@ -88,9 +90,10 @@ class Pool:
 
     def _sharded(self, case: Sharded, backend: str, sets: int) -> Inputs:
         counts = np.array([visible_blocks(position) for _, position in case.positions], np.int32)
-        keys = self._keys.reshape(-1, case.rows_per_page, HEAD_DIM)
+        keys, queries = self._rows[case.dtype]
+        keys = keys.reshape(-1, case.rows_per_page, HEAD_DIM)
         tables = _tables(case, sets, len(keys))
-        queries = self._queries[: sets * case.tokens * case.heads]
+        queries = queries[: sets * case.tokens * case.heads]
         queries = queries.reshape(sets, case.tokens, case.heads, HEAD_DIM)
         if case.data != "normal":
             keys = _adversarial(keys, tables, case.data)
@@ -112,16 +115,16 @@ class Pool:
         return Inputs(fixed, [{"queries": q, "table": jnp.asarray(table)} for q, table in pairs])
 
 
-def _normal_rows(seed: int, rows: int) -> jax.Array:
-    """Random normal e4m3 rows [>= rows, 128]."""
+def _normal_rows(seed: int, rows: int, dtype: str) -> jax.Array:
+    """Random normal rows [>= rows, 128]."""
     chunks = round_up(rows, _CHUNK_ROWS) // _CHUNK_ROWS
-    return _draw(jax.random.key(seed), chunks)
+    return _draw(jax.random.key(seed), chunks, dtype)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _draw(key: jax.Array, chunks: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw(key: jax.Array, chunks: int, dtype: str) -> jax.Array:
     def chunk(key: jax.Array) -> jax.Array:
-        return jax.random.normal(key, (_CHUNK_ROWS, HEAD_DIM)).astype(jnp.float8_e4m3fn)
+        return jax.random.normal(key, (_CHUNK_ROWS, HEAD_DIM)).astype(dtype)
 
     return lax.map(chunk, jax.random.split(key, chunks)).reshape(-1, HEAD_DIM)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report, results
-from benchmarks.cases import ADVERSARIAL, DECODE, PREFILL
+from benchmarks.cases import ADVERSARIAL, BF16, DECODE, PREFILL
 from benchmarks.results import Refused, Row
 
-_CASES = {case.name: case for case in (*DECODE, *PREFILL, *ADVERSARIAL)}
+_CASES = {case.name: case for case in (*DECODE, *PREFILL, *ADVERSARIAL, *BF16)}
 
 
 def plot(path: Path) -> list[Path]:

@@ -16,7 +16,9 @@ from benchmarks.cases import (
     ADVERSARIAL,
     ADVERSARIAL_OVER_NORMAL,
     ALONE,
+    BF16,
     DECODE,
+    FLOAT8,
     FULL,
     HOST,
     PREFILL,
@@ -49,7 +51,7 @@ TRANSPORTS = {
     "one-sided-tagged": "one-sided, tagged",
 }
 _NOT_YET = "\nNot measured yet.\n\n"
-_CASES: dict[str, Case] = {case.name: case for case in FULL}
+_CASES: dict[str, Case] = {case.name: case for case in (*FULL, *BF16)}
 
 Key = tuple[str, ...]
 Rows = dict[Key, Row]
@@ -226,7 +228,9 @@ def performance() -> str:
     cells = (figures.floor, figures.spread, figures.ratio, figures.target)
     head = ("floor", "score + select", "over floor", "target")
     decode, prefill, alone = [], [], []
-    for case in (*DECODE, *PREFILL, *ADVERSARIAL):
+    measured = {key[0] for key in figures.rows}
+    every = (*DECODE, *PREFILL, *ADVERSARIAL, *BF16)
+    for case in (case for case in every if case.name in measured):
         key = (case.name, "local", "mosaic", case.precision)
         row = dict(zip(head, (cell(*key) for cell in cells), strict=True))
         if isinstance(case, Decode):
@@ -368,12 +372,12 @@ def describe(case: Case) -> str:
         return f"{case.tokens:,} tokens, {of}"
     ends = dict.fromkeys((min(case.lens), max(case.lens)))
     keys = " to ".join(short(n) if n % 1024 == 0 or len(ends) == 1 else f"{n:,}" for n in ends)
+    data = {"normal": "", "ascending": ", ascending scores", "ties": ", all scores alike"}
+    end = f"W {case.world_size}{data[case.data]}" + ", bfloat16" * (case.dtype != FLOAT8)
     if isinstance(case, Decode):
         each = f", {case.query_len} tokens each" if case.query_len > 1 else ""
-        return f"{len(case.lens)} x {keys} keys{each}, W {case.world_size}"
+        return f"{len(case.lens)} x {keys} keys{each}, {end}"
     segments = f"{len(case.lens)} x " if len(case.lens) > 1 else ""
-    data = {"normal": "", "ascending": ", ascending scores", "ties": ", all scores alike"}
-    end = f"W {case.world_size}{data[case.data]}"
     return f"{segments}{case.query_lens[0]:,} tokens ending at {keys}, {end}"
 
 

@@ -71,7 +71,7 @@ class Setting:
         """The row of a figure, `FIELDS` and `more`; of what was checked, the rest has no row."""
         query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         head = ("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
-        fp8 = self.ceilings.fp8_tflops
+        fp8, bf16 = self.ceilings.fp8_tflops, self.ceilings.bf16_tflops
         return {
             **dict(zip(KEY, key, strict=True)),
             "median_us": round(times.median, 3),
@@ -87,6 +87,7 @@ class Setting:
             "read_tbps": round(self.ceilings.read_tbps, 4),
             "fp8_tflops": fp8 and round(fp8, 1),
             "timing": times.method,
+            **({"bf16_tflops": round(bf16, 1)} if bf16 else {}),
             **more,
         }
 

@@ -281,15 +281,23 @@ def compile_all(programs: Iterable[Lowered]) -> None:
 
 
 class JitRun:
-    """A stage's program of `links` links with its buffers, compiled."""
+    """A stage's program of `links` links with its buffers."""
 
-    def __init__(self, stage: Stage, inputs: Inputs, shapes: dict[str, Any], links: int) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        inputs: Inputs,
+        shapes: dict[str, Any],
+        links: int,
+        compiled: Callable[..., Any] | None = None,
+    ) -> None:
+        """Compiles, unless it is compiled."""
         sets = [_after_prelude(stage, inputs.fixed, x, shapes) for x in inputs.sets]
         self.links, self.last_set = links, inputs.fixed | sets[(links - 1) % len(sets)]
         self._inputs = (inputs.fixed, jax.tree.map(lambda *x: jnp.stack(x), *sets))
         results = jax.eval_shape(stage.run, inputs.fixed | sets[0] | shapes)
         self._written = {k: jnp.full(v.shape, initial(k), v.dtype) for k, v in results.items()}
-        self._program = program(stage, links).lower(*self._inputs, self._written).compile()
+        self._program = compiled or compile_program(stage, links, *self._inputs, shapes)
 
     def run(self) -> dict[str, Any]:
         """Runs once; the arrays written, as the last link (of the last set) left them."""
@@ -308,6 +316,13 @@ def on_clock(call: Launch, runs: int, each: int, method: str) -> Times:
         call()
         found.append((time.perf_counter() - start) * 1e6 / each)
     return Times(tuple(found), method)
+
+
+def compile_program(stage: Stage, links: int, fixed: Any, sets: Any, shapes: Any) -> Any:
+    """The program for (fixed arrays, the stacked sets, written arrays), or for their shapes."""
+    one_set = jax.eval_shape(lambda sets: jax.tree.map(lambda x: x[0], sets), sets)
+    written = jax.eval_shape(stage.run, fixed | one_set | shapes)
+    return program(stage, links).lower(fixed, sets, written).compile()
 
 
 def program(stage: Stage, links: int) -> Any:

@@ -153,7 +153,8 @@ def test_adversarial_scores_are_as_hard_as_they_say(data):
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_inputs_are_told_without_being_made(case):
     pool = Pool(QUICK, 0)
-    told, made = pool.structs(case, "mosaic"), pool.inputs(case, "mosaic").structs
+    fixed, one_set = pool.structs(case, "mosaic")
+    told, made = fixed | one_set, pool.inputs(case, "mosaic").structs
     assert told.keys() == made.keys()
     assert all(repr(told[name]) == repr(made[name]) for name in told)
 
@@ -261,6 +262,22 @@ def test_a_program_leaves_what_its_last_link_writes():
     assert len(times.us) == 3 and times.spread[0] <= times.median <= times.spread[1]
 
 
+def test_a_program_is_compiled_without_its_arrays():
+    case = case_named("quick-decode")
+    pool, stage = Pool([case], 0), build(case, "local", "xla", "exact")
+    runner = bench.Runner(types.SimpleNamespace(gpu=True), [], Path("never.json"))
+    runner.pool = pool
+    runner._setting = results.Setting("", None, Ceilings(1e-3, None))
+    item = bench.Item(case, "local", "xla", "exact")
+    runner.wanted = [item, bench.Item(case, "local", "mosaic", "exact")]
+    runner._prepare_programs()
+    ((key, compiled),) = runner._programs.items()
+    assert key == item.key and runner._links(item) > 2
+    arguments = (stage, pool.inputs(case, "xla"), written_like(case), runner._links(item))
+    found, wanted = (JitRun(*arguments, ready).run() for ready in (compiled, None))
+    np.testing.assert_array_equal(found["rows"], wanted["rows"])
+
+
 def test_no_link_is_dropped():
     """Results of all links but the last are overwritten; they are computed all the same."""
     calls = []
@@ -301,7 +318,8 @@ def test_times():
 
 
 def structs_of(case):
-    return written_like(case) | Pool([case], 0).structs(case, "mosaic")
+    fixed, one_set = Pool([case], 0).structs(case, "mosaic")
+    return written_like(case) | fixed | one_set
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
