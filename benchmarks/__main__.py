@@ -19,6 +19,7 @@ STAGES = {
     "fused-local": "the same without a plane of scores of the caller's (prefill)",
     "merge": "the ids chosen, from all ranks' candidate rows",
     "chain": "local with merge behind it, the other ranks' rows being there (decode)",
+    "jax-chain": "a layer of one jitted program of many, by transport (decode, Hopper)",
 }
 BACKENDS = {
     "mosaic": "the package's kernels, on Hopper GPUs",
@@ -53,6 +54,7 @@ H200, XLA and torch.compile minutes more, the small cases a quarter of a minute 
 _PROGRAMS = """programs of their own (--help)
   python -m benchmarks.host                                    the host's time of a torch decode
   torchrun --nproc-per-node 2 -m benchmarks.exchange --out F   the exchange between GPUs
+  python -m benchmarks.jax_chain --out F                       the same inside a jitted program
 """
 _SWEEP = """
 Times decode's score and select over contexts, batches and world sizes, every request as long as the

@@ -50,6 +50,13 @@ TRANSPORTS = {
     "one-sided-legacy": "one-sided, flags",
     "one-sided-tagged": "one-sided, tagged",
 }
+IN_JAX = {  # of the stage jax-chain
+    "none": "score, select",
+    "all-to-all": "all_to_all alone",
+    "collective": "all_to_all",
+    "one-sided-legacy": "one-sided, flags",
+    "one-sided-tagged": "one-sided, tagged",
+}
 _NOT_YET = "\nNot measured yet.\n\n"
 _CASES: dict[str, Case] = {case.name: case for case in (*FULL, *BF16)}
 
@@ -334,6 +341,25 @@ def exchange() -> str:
     return _paragraphs(origin(rows), table, _legend(table), f"{said}`{PAIR.name}`.")
 
 
+def jax_chain() -> str:
+    """docs/scaling.md: a layer inside one jitted program, on two GPUs and on one."""
+    found = []
+    for path in (PAIR, RESULTS):
+        figures = _Figures(path)
+        rows = {k: row for k, row in figures.rows.items() if k[1] == "jax-chain"}
+        if not rows:
+            continue
+        lines = []
+        for name, precision in dict.fromkeys((key[0], key[3]) for key in rows):
+            keys = {t: (name, "jax-chain", "mosaic", precision, t) for t in IN_JAX}
+            host = max(row["host_us"] for k, row in rows.items() if k in keys.values())
+            line = {"a layer": _named(name)}
+            line |= {words: figures.us(*keys[t]) for t, words in IN_JAX.items()}
+            lines.append(line | {"the host's part": _us(host)})
+        found += [origin(rows), _table(lines)]
+    return _paragraphs(*found) if found else _NOT_YET
+
+
 def host() -> str:
     """docs/torch.md: what a torch decode costs the host."""
     figures = _Figures(RESULTS)
@@ -408,4 +434,5 @@ PARTS: dict[tuple[Path, str], Callable[[], str]] = {
     (ROOT / "docs" / "scaling.md", "sweep"): sweep,
     (ROOT / "docs" / "torch.md", "host"): host,
     (ROOT / "docs" / "scaling.md", "exchange"): exchange,
+    (ROOT / "docs" / "scaling.md", "jax-chain"): jax_chain,
 }

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import check, report, results, roofline
+from benchmarks import check, jax_chain, report, results, roofline
 from benchmarks.baselines import TORCH, Baseline, TorchRun
 from benchmarks.cases import FLOAT8, FULL, QUICK, Case, Decode, Prefill, Sharded, decode
 from benchmarks.inputs import GPU_STREAM_BYTES, Inputs, Pool
@@ -28,7 +28,7 @@ from msa_icp_jax.backend import resolve_backend
 
 # Stages that time themselves: name, and what checks the case, times it (on its inputs, over that
 # transport) and returns the times.
-OWN_WAY: dict[str, Callable[[Case, Inputs, str], Times]] = {}
+OWN_WAY: dict[str, Callable[[Case, Inputs, str], Times]] = {"jax-chain": jax_chain.measure}
 
 _GRAPH_RUNS, _JIT_RUNS = 15, 7
 _GRAPH_US, _JIT_US = 2_000.0, 10_000.0  # that a program should last, at least
@@ -150,6 +150,9 @@ def _all_items(cases: list[Case], machine: Machine) -> Iterator[Item]:
         for case in cases:
             yield from (Item(case, stage, "mosaic", case.precision) for stage in case.stages)
         yield from (Item(case, "local", "mosaic", "exact") for case in prefill)
+        for case in (case for case in sharded if isinstance(case, Decode)):
+            for name in jax_chain.ALONE:
+                yield Item(case, "jax-chain", "mosaic", "exact", {"transport": name})
     if not machine.gpu:
         for case in cases:
             yield from (Item(case, stage, "xla", "exact") for stage in case.stages)
@@ -260,6 +263,8 @@ class Runner:
         self.pool = Pool(list(given), GPU_STREAM_BYTES if self.machine.gpu else 0)
         self._prepare_kernels()
         self._prepare_programs()
+        chains = [x for x in self.wanted if x.stage == "jax-chain" and x.backend == "mosaic"]
+        jax_chain.prepare(((x.case, x.extra["transport"]) for x in chains), self.pool)
         for item in self.wanted:
             self._attempt(item)
         faulthandler.cancel_dump_traceback_later()
@@ -311,7 +316,7 @@ class Runner:
         try:
             times = self._measure(item)
             floor = self._given(item).floor(item.stage).us(self._setting.ceilings)
-            row = self._setting.row(item.key, times, floor, **item.extra)
+            row = self._setting.row(item.key, times, floor, **item.extra, **times.more)
             results.save(results.beside(self.out, item.beside), [row])
             self.rows[results.key_of(row)] = row
             self._say(report.line(row, self.rows))

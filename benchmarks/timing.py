@@ -43,10 +43,14 @@ Launch = Callable[[], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Microseconds of one link, one figure a program run, and how they were taken."""
+    """Microseconds of one link, one figure a program run, and how they were taken.
+
+    `more` is what else the row says.
+    """
 
     us: tuple[float, ...]
     method: str
+    more: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def median(self) -> float:

@@ -370,39 +370,9 @@ def store_tagged(tagged_recv: jax.Array, slot: Any, received: jax.Array) -> jax.
     return lax.dynamic_update_slice(tagged_recv, received[None], start_at(slot, 0, 0, 0, 0, 0))
 
 
-def slot_of(comm: MSAIcpComm, slot: Any, tagged: bool) -> tuple[jax.Array, jax.Array | None]:
-    """(rows, expected counters or None) of one slot, as a merge of it takes them."""
-    recv = comm.tagged_recv if tagged else comm.recv
-    rows_of_slot = lax.dynamic_index_in_dim(recv, slot, keepdims=False)
-    if not tagged:
-        return rows_of_slot, None
-    return rows_of_slot, lax.dynamic_index_in_dim(comm.expected_generations, slot, keepdims=False)
-
-
 def store_in_slot(comm: MSAIcpComm, slot: Any, received: jax.Array, tagged: bool) -> MSAIcpComm:
     """The storage with the rows of a collective in one slot."""
     if tagged:
         stored = store_tagged(comm.tagged_recv, slot, received)
         return dataclasses.replace(comm, tagged_recv=stored)
     return dataclasses.replace(comm, recv=store_legacy(comm.recv, slot, received))
-
-
-def after_merge(
-    comm: MSAIcpComm,
-    slot: Any,
-    recv_slot: jax.Array,
-    expected: jax.Array | None,
-    errors: jax.Array,
-) -> MSAIcpComm:
-    """The storage with what a merge returned for one slot: see `slot_of`."""
-    if expected is None:
-        recv = lax.dynamic_update_index_in_dim(comm.recv, recv_slot, slot, 0)
-        return dataclasses.replace(comm, recv=recv, errors=errors)
-    return dataclasses.replace(
-        comm,
-        tagged_recv=lax.dynamic_update_index_in_dim(comm.tagged_recv, recv_slot, slot, 0),
-        expected_generations=lax.dynamic_update_index_in_dim(
-            comm.expected_generations, expected, slot, 0
-        ),
-        errors=errors,
-    )

@@ -33,7 +33,6 @@ from msa_icp_jax.comm import (
     COLLECTIVE,
     ONE_SIDED,
     MSAIcpComm,
-    after_merge,
     check_comm,
     comm_specs,
     exchange,
@@ -42,7 +41,6 @@ from msa_icp_jax.comm import (
     place_collective_comm,
     place_one_sided_comm,
     resolve_transport,
-    slot_of,
     store_in_slot,
 )
 from msa_icp_jax.geometry import (
@@ -60,7 +58,7 @@ from msa_icp_jax.ops.decode_score import (
     msa_icp_decode_pool_bytes,
 )
 from msa_icp_jax.ops.index_cache import check_index_k
-from msa_icp_jax.ops.merge import msa_icp_merge_candidates
+from msa_icp_jax.ops.merge import merge_in_slot, merge_once
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, msa_icp_index_score_sharded_plan_device
 from msa_icp_jax.ops.prefill_score import (
     msa_icp_prefill_pool_bytes,
@@ -251,9 +249,11 @@ class MSAIcpIndexerPlan:
             self._require_axis("decode")
         checks.array("num_valid_pages", num_valid_pages, jnp.int32, None)
         tokens, heads = num_valid_pages.shape[0], self.geometry.heads_per_rank
-        if output is None:
-            output = jnp.full((tokens, heads, TOPK), rows.NO_BLOCK, jnp.int32)
-        checks.array("output", output, jnp.int32, AtLeast(tokens), heads, TOPK)
+        if output is not None:
+            checks.array("output", output, jnp.int32, AtLeast(tokens), heads, TOPK)
+        self._check_exchange(comm, slot, tagged, enable_pdl)
+        # Rows of one call have nothing to be told apart from, and legacy ones are half as long.
+        tagged = tagged and comm is not None
         options: dict[str, Any] = {"slot": slot, "tagged": tagged, "enable_pdl": enable_pdl}
         found, scores, comm = self.decode_local(
             index_q,
@@ -268,8 +268,10 @@ class MSAIcpIndexerPlan:
             **options,
         )
         received = found
-        if received is not None:
-            received = exchange_in_slot(received, check_slot(slot), self.axis_name)
+        if found is not None and comm is None:
+            received = exchange(found, self.axis_name)
+        elif found is not None:
+            received = exchange_in_slot(found, check_slot(slot), self.axis_name)
         output, comm = self.decode_merge(received, num_valid_pages, output, comm=comm, **options)
         return output, scores, comm
 
@@ -341,7 +343,7 @@ class MSAIcpIndexerPlan:
         self,
         received: jax.Array | None,
         num_valid_pages: jax.Array,
-        output: jax.Array,
+        output: jax.Array | None = None,
         *,
         comm: MSAIcpComm | None = None,
         slot: int | jax.Array = 0,
@@ -354,7 +356,7 @@ class MSAIcpIndexerPlan:
           received: int32 [W, hpr, T, 33] or tagged [W, hpr, T, 32, 2], by source rank: what
             `decode_local` gave there. None where it gave None: the merge waits for the rows.
           num_valid_pages: int32 [T], visible blocks of each token.
-          output: int32 [>= T, hpr, 16] to write into.
+          output: int32 [>= T, hpr, 16] to write into; None: a fresh one of T rows.
           comm: the storage that `decode_local` returned, through which the rows go; None: they are
             merged as they came.
           slot, tagged, enable_pdl: as in `decode`.
@@ -370,38 +372,44 @@ class MSAIcpIndexerPlan:
         checks.array("num_valid_pages", num_valid_pages, jnp.int32, None)
         tokens, heads = num_valid_pages.shape[0], geometry.heads_per_rank
         checks.integer("T = num_valid_pages.shape[0]", tokens, 0, geometry.max_decode_tokens)
-        checks.array("output", output, jnp.int32, AtLeast(tokens), heads, TOPK)
+        if output is not None:
+            checks.array("output", output, jnp.int32, AtLeast(tokens), heads, TOPK)
         if comm is not None and self._is_one_sided(comm):
             if received is not None:
                 raise ValueError("received must be None for rows stored at their owners, got rows")
-            if tokens:
-                options = self._one_sided_options(slot, tagged, enable_pdl)
-                output, comm = one_sided.merge_published(num_valid_pages, output, comm, **options)
-            return output, comm
+            if not tokens:
+                return jnp.zeros((0, heads, TOPK), jnp.int32) if output is None else output, comm
+            options = self._one_sided_options(slot, tagged, enable_pdl)
+            return one_sided.merge_published(num_valid_pages, output, comm, **options)
         row = (rows.TAGGED_WORDS, 2) if tagged else (rows.ROW_WORDS,)
         checks.array("received", received, jnp.int32, geometry.world_size, heads, tokens, *row)
         assert received is not None  # as checked
+        merge: dict[str, Any] = {
+            "init_blocks": geometry.init_blocks,
+            "local_blocks": geometry.local_blocks,
+            "enable_pdl": enable_pdl,
+            "backend": self.backend,
+        }
         if comm is None:
-            recv_slot, errors = received, jnp.zeros(1, jnp.int32)
-            expected = jnp.zeros((heads, tokens), jnp.int32) if tagged else None
-        else:
-            comm = store_in_slot(comm, slot, received, tagged)
-            (recv_slot, expected), errors = slot_of(comm, slot, tagged), comm.errors
-        merged = msa_icp_merge_candidates(
-            recv_slot,
+            tags = jnp.ones((heads, tokens), jnp.int32) if tagged else None
+            return merge_once(received, num_valid_pages, output, tags, **merge), None
+        comm = store_in_slot(comm, slot, received, tagged)
+        merged = merge_in_slot(
+            comm.tagged_recv if tagged else comm.recv,
             num_valid_pages,
             output,
-            errors,
-            init_blocks=geometry.init_blocks,
-            local_blocks=geometry.local_blocks,
-            enable_pdl=enable_pdl,
-            expected_generations=expected,
-            backend=self.backend,
+            comm.errors,
+            comm.expected_generations if tagged else None,
+            slot=slot,
+            **merge,
         )
-        if comm is not None:
-            after = merged.recv_slot, merged.expected_generations, merged.errors
-            comm = after_merge(comm, slot, *after)
-        return merged.output, comm
+        changed: dict[str, Any] = {
+            "tagged_recv" if tagged else "recv": merged.recv_slot,
+            "errors": merged.errors,
+        }
+        if tagged:
+            changed["expected_generations"] = merged.expected_generations
+        return merged.output, dataclasses.replace(comm, **changed)
 
     def prefill_window_plan(
         self,
@@ -591,16 +599,15 @@ class MSAIcpIndexerPlan:
             AtLeast(tokens),
             rows.ROW_WORDS,
         )
-        return msa_icp_merge_candidates(
+        return merge_once(
             received,
             num_valid_pages,
             output,
-            jnp.zeros(1, jnp.int32),
             init_blocks=geometry.init_blocks,
             local_blocks=geometry.local_blocks,
             prefill=True,
             backend=self.backend,
-        ).output
+        )
 
     def prefill(
         self,
@@ -815,10 +822,12 @@ class MSAIcpIndexerPlan:
         query_lens: Sequence[int] | None = None,
         mesh: Mesh | None = None,
         page_rows: int | None = None,
+        with_comm: bool = False,
+        tagged: bool = False,
     ) -> None:
         """Compiles and loads the plan's programs for these shapes, so that no first call does.
 
-        The programs are those of `decode_program` (without comm), `prefill_program` (one full
+        The programs are those of `decode_program`, `prefill_program` (one full
         window) and `write_program` (a full window and every decode batch). An executable belongs to
         the jitted function it was compiled for: a step that a caller jits around the plan's methods
         is warmed up by that caller, with ``step.lower(...).compile()``. No array is allocated.
@@ -834,11 +843,22 @@ class MSAIcpIndexerPlan:
           mesh: as in `decode_program`.
           page_rows: rows of a page in one rank's index-key cache, which for compound pages is their
             pitch in bytes / 128; None: row_offset + R, nothing behind the index keys.
+          with_comm, tagged: as in `decode_program`; the comm is one of the plan's transport.
 
         Raises:
           TypeError, ValueError: an argument is outside the plan's limits.
         """
-        programs.warmup(self, num_pages, table_width, batch_sizes, query_lens, mesh, page_rows)
+        programs.warmup(
+            self,
+            num_pages,
+            table_width,
+            batch_sizes,
+            query_lens,
+            mesh,
+            page_rows,
+            checks.flag("with_comm", with_comm),
+            checks.flag("tagged", tagged),
+        )
 
     def _is_one_sided(self, comm: MSAIcpComm | None) -> bool:
         """Whether a call with this comm stores its rows at their owners itself."""

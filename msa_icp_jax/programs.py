@@ -18,13 +18,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from msa_icp_jax import checks
-from msa_icp_jax.comm import comm_specs
+from msa_icp_jax.comm import ONE_SIDED, MSAIcpComm, comm_shapes, comm_specs
 from msa_icp_jax.geometry import (
     HEAD_DIM,
     MAX_INT32,
     NUM_SLOTS,
     check_query_len,
 )
+from msa_icp_jax.one_sided import COMPILER_OPTIONS
 from msa_icp_jax.ops.index_cache import msa_icp_write_index_k
 from msa_icp_jax.shapes import Shapes, decode_shapes
 
@@ -160,7 +161,8 @@ def _decode_program(
     inputs |= {"comm": (jnp.int32, specs.comm), "slot": (jnp.int32, specs.ALL)}
     outputs = (*outputs, specs.comm)
     donate = ("scores", "output", "comm")
-    return _program(plan, mesh, decode_with_comm, inputs, outputs, donate)
+    compiler = COMPILER_OPTIONS if plan.transport == ONE_SIDED else None
+    return _program(plan, mesh, decode_with_comm, inputs, outputs, donate, compiler)
 
 
 def prefill_program(plan: MSAIcpIndexerPlan, mesh: Mesh | None, fused: bool | None) -> Program:
@@ -232,6 +234,7 @@ def _program(
     inputs: dict[str, tuple[Any, Any]],
     outputs: Any,
     donate: tuple[str, ...],
+    compiler_options: dict[str, Any] | None = None,
 ) -> Program:
     """Jits a rank's method for all ranks; `inputs` are its arguments' dtypes and specs, by name."""
     in_specs = tuple(spec for _, spec in inputs.values())
@@ -253,7 +256,11 @@ def _program(
             out_specs=outputs,
             check_vma=plan.backend != "mosaic",
         )
-    jitted = jax.jit(mapped, donate_argnums=[list(inputs).index(name) for name in donate])
+    jitted = jax.jit(
+        mapped,
+        donate_argnums=[list(inputs).index(name) for name in donate],
+        compiler_options=compiler_options,
+    )
     return Program(jitted, {name: dtype for name, (dtype, _) in inputs.items()})
 
 
@@ -279,6 +286,8 @@ def warmup(
     query_lens: Sequence[int] | None,
     mesh: Mesh | None,
     page_rows: int | None,
+    with_comm: bool,
+    tagged: bool,
 ) -> None:
     """See `MSAIcpIndexerPlan.warmup`."""
     limits = plan.geometry
@@ -295,8 +304,11 @@ def warmup(
     tokens_written = {limits.window_tokens}
     for batch, query_len in decodes:
         tokens_written.add(batch * query_len)
-        program = plan.decode_program(mesh, decode_query_len=query_len)
-        program.lower(*shapes.decode(batch, query_len).values()).compile()
+        program = plan.decode_program(
+            mesh, decode_query_len=query_len, with_comm=with_comm, tagged=tagged
+        )
+        storage = (_abstract_comm(plan, mesh), np.int32(0)) if with_comm else ()
+        program.lower(*shapes.decode(batch, query_len).values(), *storage).compile()
     window_plan = jax.tree.map(
         lambda leaf: make("window_plan", leaf.shape, leaf.dtype),
         jax.eval_shape(
@@ -316,12 +328,32 @@ def is_decode_fused(plan: MSAIcpIndexerPlan, requests: int, fused: bool | None) 
     return least is not None and requests >= least
 
 
+def _abstract_comm(plan: MSAIcpIndexerPlan, mesh: Mesh | None) -> MSAIcpComm:
+    """All ranks' storage of the plan's transport."""
+    limits, specs = plan.geometry, comm_specs(plan.axis_name)
+    shapes = comm_shapes(
+        limits.world_size, limits.max_decode_tokens, one_sided=plan.transport == ONE_SIDED
+    )
+    arrays: dict[str, Any] = {
+        name: _of_all_ranks(plan, mesh, getattr(specs, name), shape, jnp.int32)
+        for name, shape in shapes.items()
+    }
+    return MSAIcpComm(**arrays)
+
+
 def _abstract(
     plan: MSAIcpIndexerPlan, mesh: Mesh | None, name: str, local_shape: tuple[int, ...], dtype: Any
 ) -> jax.ShapeDtypeStruct:
     """An argument of all ranks, from its name and its shape on one rank."""
+    spec = _Specs(plan.axis_name).of(name)
+    return _of_all_ranks(plan, mesh, spec, local_shape, dtype)
+
+
+def _of_all_ranks(
+    plan: MSAIcpIndexerPlan, mesh: Mesh | None, spec: P, local_shape: tuple[int, ...], dtype: Any
+) -> jax.ShapeDtypeStruct:
+    """An argument of all ranks, from its spec and its shape on one rank."""
     world_size, axis = plan.geometry.world_size, plan.axis_name
-    spec = _Specs(axis).of(name)
     if mesh is None:
         lead = (world_size,) if axis in spec else ()
         return jax.ShapeDtypeStruct((*lead, *local_shape), dtype)

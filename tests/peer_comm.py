@@ -109,37 +109,50 @@ def layers(
     return run
 
 
-def kernels_of(compiled_text: str) -> list[str]:
-    """Names of a compiled program's kernels, in the order of its schedule."""
-    main = compiled_text[compiled_text.index("ENTRY") :]
+def schedule_of(compiled_text: str) -> list[str]:
+    """What a compiled program runs, in order: kernels by their names, other operations' lines.
+
+    What costs nothing at run time is left out.
+    """
     assert "is_scheduled=true" in compiled_text
-    calls = [line for line in main.splitlines() if " custom-call(" in line]
-    found = [re.search(r'op_name="[^"]*?(\w+)/mpmd_map', line) for line in calls]
-    return [match[1] if match else "unknown" for match in found]
-
-
-def other_operations_of(compiled_text: str) -> set[str]:
-    """What a compiled program runs besides kernels; what costs nothing at run time is left out."""
     main = compiled_text[compiled_text.index("ENTRY") :]
-    found = set(re.findall(r"= (?:\([^=]*?\)|\S+) ([\w-]+)\(", main))
-    free = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "opt-barrier"}
-    return found - free - {"custom-call"}
+    found = []
+    for line in main.splitlines():
+        operation = re.search(r"= (?:\(.*?\)|\S+) ([a-z][\w-]*)\(", line)
+        if operation is None or operation[1] in _FREE:
+            continue
+        kernel = re.search(r'op_name="[^"]*?(\w+)/mpmd_map', line)
+        is_kernel = operation[1] == "custom-call" and kernel is not None
+        found.append(kernel[1] if is_kernel and kernel else line.strip()[:200])
+    return found
 
 
-def on_mesh(plan: MSAIcpIndexerPlan, mesh: Any, function: Any, **jit: Any) -> Any:
-    """`layers` of all ranks of a mesh, jitted, donating scores, output and comm."""
-    from chains import ALL, INDEX_K, OUTPUT, SCORES
+_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "opt-barrier"}
 
-    inputs = (ALL, INDEX_K, ALL, ALL)
-    specs = plan.comm_specs()
-    mapped = jax.shard_map(
-        function,
-        mesh=mesh,
-        in_specs=(inputs, ALL, SCORES, OUTPUT, specs),
-        out_specs=(OUTPUT, SCORES, specs),
-        check_vma=False,
-    )
-    return jax.jit(mapped, donate_argnums=(2, 3, 4), **jit)
+
+def delayed(value: jax.Array, naps: Any) -> jax.Array:
+    """`value`, so many naps of about a microsecond later; an int or a traced int32 scalar."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu  # on demand: it takes a while
+
+    from msa_icp_jax.ops._mosaic import lanes, launch
+
+    def body(count: Any, out: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+        def nap(_: Any, count: Any, out: Any) -> None:
+            del out
+
+            def once(_: Any) -> list[Any]:
+                lanes.ptx("nanosleep.u32 1000;")
+                return []
+
+            lanes.loop(lanes.int32(0), lanes.Words.of(count).load(), 1, [], once)
+
+        nap(count, out)
+
+    ref = launch.writable(value)
+    run = launch.launch(body, name="nap", target=launch.current_target(), grid=(1,))
+    run(launch.scalar_operand(naps), ref)
+    return launch.written(ref)
 
 
 def on_one_gpu(plan: MSAIcpIndexerPlan, function: Any, **jit: Any) -> Any:

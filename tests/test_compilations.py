@@ -320,6 +320,22 @@ def test_nothing_compiles_after_warmup(on_mesh: bool) -> None:
 
 
 @DEVICES
+def test_nothing_compiles_after_a_warmup_with_storage(on_mesh: bool) -> None:
+    ranks = ranks_of(on_mesh, max_decode_tokens=3, max_num_seqs=3, max_num_batched_tokens=16)
+    plan = ranks.plan
+    plan.warmup(num_pages=64, table_width=36, query_lens=[1], mesh=ranks.mesh, with_comm=True,
+                tagged=True)  # fmt: skip
+    arrays = ranks.decode_arrays(random_decode([2400] * 3, 1, 128), spare=0)
+    comm = ranks.put_comm(ranks.zero_comm())
+    program = plan.decode_program(ranks.mesh, decode_query_len=1, with_comm=True, tagged=True)
+    jax.block_until_ready((arrays, comm))
+    with compile_log() as log:
+        output, scores, comm = program(*arrays, comm, 0)
+        jax.block_until_ready(program(*arrays[:5], scores, output, comm, 4))
+    assert log.compiled == []
+
+
+@DEVICES
 @pytest.mark.parametrize(("row_offset", "page_rows"), [(8, 72), (8, 80), (0, 352)])
 def test_nothing_compiles_after_a_warmup_for_compound_pages(
     on_mesh: bool, row_offset: int, page_rows: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import fake_cuda
@@ -227,3 +228,26 @@ def test_an_exported_program_takes_its_addresses_as_data():
     assert [x.shape for x in exported.in_avals[-8:-1]] == [
         x.shape for x in jax.tree.leaves(comm_of(2, 2))
     ]
+
+
+# ---- the collective ----
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_collective_without_storage_is_three_kernels_and_the_exchange(world_size, tagged):
+    """Nothing is made, zeroed, marked or copied; what is left is the rank as an operand."""
+    plan = make_plan(world_size, 128, backend="mosaic")
+    mesh = make_mesh(world_size)
+    program = plan.decode_program(mesh, decode_query_len=1, tagged=tagged)
+    geometry, tokens = plan.geometry, 4
+    inputs, counts, *_ = decode_arguments(plan)
+    keys = struct(64, geometry.page_size, 128, dtype=jnp.float8_e4m3fn)
+    scores = struct(tokens, 4, world_size * geometry.score_columns, dtype=jnp.float32)
+    arguments = (inputs[0], keys, *inputs[2:], counts, scores, struct(tokens, 4, 16))
+    text = program.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == 3
+    assert text.count('"stablehlo.all_to_all"') == 1
+    results = re.findall(r"= stablehlo\.(\w+) .*tensor<([\dx]*)[iuf]\d+>$", text, re.M)
+    of_arrays = {name for name, shape in results if shape not in ("", "1x")}
+    assert of_arrays <= {"custom_call", "optimization_barrier", "reshape"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fake_cuda
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -447,3 +449,16 @@ def test_pages_in_use_are_never_given_away() -> None:
     assert pool.take(prompt_of(2), 100) is None
     pool.give_back(pages)
     assert sorted(pool.take(prompt_of(2), 256)[0]) == [0, 1]
+
+
+def test_a_one_sided_step_lowers_with_its_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels take the addresses that the cache brings, and no row goes by a collective."""
+    library = fake_cuda.install(monkeypatch)
+    config = dataclasses.replace(CONFIG, layers=2)
+    params = model.init_params(config)
+    server = Server(config, params, 2, cli.device_mesh(2), "mosaic", "one-sided")
+    assert len(library.live) == 2 and server.cache.exchange
+    schedule = server.programs.put(server.programs.idle_schedule(2, 0))
+    step = server.programs.step.trace(server.params, server.cache, server.state, schedule)
+    text = step.lower(lowering_platforms=("cuda",)).as_text()
+    assert "all_to_all" not in text and "select_and_publish_tagged_rows" in text

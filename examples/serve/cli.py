@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         runs = {
             name: serve(
-                Server(config, params, world_size, mesh_of(world_size) if world_size else None),
+                make_server(config, params, world_size, mesh_of, options.transport),
                 Workload(config, options.seed),
                 options.steps,
                 progress=None if options.quiet else name,
@@ -59,6 +60,19 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if result.get("identical", True) else 1
 
 
+def make_server(
+    config: Config,
+    params: Params,
+    world_size: int | None,
+    mesh_of: Callable[[int], Mesh | None],
+    transport: str,
+) -> Server:
+    """A server on its devices; only ranks with devices of their own can exchange one-sidedly."""
+    mesh = mesh_of(world_size) if world_size else None
+    transport = transport if mesh is not None else "collective"
+    return Server(config, params, world_size, mesh, transport=transport)
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
@@ -66,6 +80,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seed", type=seed, default=1, help="of the request stream (1)")
     add("--page-size", type=int, default=128, choices=(128, 256), help="tokens of a page (128)")
     add("--one-device", action="store_true", help="run all ranks on one device")
+    add(
+        "--transport",
+        default="collective",
+        choices=("collective", "one-sided", "auto"),
+        help="of decode, where every rank has a GPU (collective)",
+    )
     add("--json", action="store_true", help="print the result as JSON")
     add("--quiet", action="store_true", help="no progress line")
     ahead_of_time = parser.add_mutually_exclusive_group()

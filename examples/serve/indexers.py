@@ -17,7 +17,9 @@ from serve.model import BLOCK, HEADS, Config, Schedule
 TOPK = 16
 
 
-def make_plan(config: Config, world_size: int, backend: str = "auto") -> MSAIcpIndexerPlan:
+def make_plan(
+    config: Config, world_size: int, backend: str = "auto", transport: str = "collective"
+) -> MSAIcpIndexerPlan:
     """The plan of this server's limits; exact, so that every rank count chooses the same blocks."""
     return prepare_msa_icp_indexer(
         world_size=world_size,
@@ -33,6 +35,7 @@ def make_plan(config: Config, world_size: int, backend: str = "auto") -> MSAIcpI
         num_sparse_layers=config.layers,
         backend=backend,
         precision="exact",
+        transport=transport,
     )
 
 
@@ -94,22 +97,29 @@ class IcpIndexer:
         window: Any,
         positions: jax.Array,
         scratch: Scratch,
-    ) -> tuple[jax.Array, Scratch]:
+        exchange: Any,
+    ) -> tuple[jax.Array, Scratch, Any]:
         """Block ids int32 [T, hpr, 16] of the heads this rank owns, decode rows first."""
+        comm, calls = exchange or (None, 0)
         split = seq_lens.shape[0] * self.config.query_len
         visible = jnp.where(positions >= 0, positions // BLOCK + 1, 0)
-        ids, scores, _ = self.plan.decode(
+        ids, scores, comm = self.plan.decode(
             index_q[:split],
             index_k,
             decode_tables,
             seq_lens,
             visible[:split],
             scratch.decode_scores,
+            comm=comm,
+            slot=calls,
+            tagged=self.config.layers > 1,
             decode_query_len=self.config.query_len,
         )
         scratch = scratch._replace(decode_scores=scores)
+        if exchange:
+            exchange = comm, (calls + 1) % 3
         if window is None:
-            return ids, scratch
+            return ids, scratch, exchange
         owned = self.plan.geometry.heads_per_rank
         prefill_ids, carrier, scores = self.plan.prefill(
             index_q[split:],
@@ -122,7 +132,7 @@ class IcpIndexer:
             jnp.full((self.config.chunk, owned, TOPK), -1, jnp.int32),
         )
         scratch = scratch._replace(prefill_scores=scores, carrier=carrier)
-        return jnp.concatenate([ids, prefill_ids]), scratch
+        return jnp.concatenate([ids, prefill_ids]), scratch, exchange
 
     def own_heads(self, x: jax.Array) -> jax.Array:
         """This rank's heads of [T, 4, ...]. A large model shards its projections instead."""
@@ -163,7 +173,8 @@ class DenseIndexer:
         window: Any,
         positions: jax.Array,
         scratch: tuple[()],
-    ) -> tuple[jax.Array, tuple[()]]:
+        exchange: tuple[()],
+    ) -> tuple[jax.Array, tuple[()], tuple[()]]:
         requests, query_len = seq_lens.shape[0], self.config.query_len
         split = requests * query_len
         by_request = index_q[:split].reshape(requests, query_len, *index_q.shape[1:])
@@ -178,7 +189,7 @@ class DenseIndexer:
                     ),
                 ]
             )
-        return top_blocks(scores, positions, self.config), scratch
+        return top_blocks(scores, positions, self.config), scratch, exchange
 
     def _window_scores(self, index_q: jax.Array, keys: jax.Array, lens: jax.Array) -> jax.Array:
         """Scores of the window's rows, each against the keys of its own segment."""

@@ -69,6 +69,8 @@ class Cache(NamedTuple):
     index_k: jax.Array  # float8_e4m3fn [layers * pages, P / W, 128]: its rows of every page
     k: jax.Array  # float32 [layers * pages * P / 128, hpr, 128, head_dim]: its heads, every row
     v: jax.Array
+    # One-sided receive storage and the running count of sparse-layer calls mod 3, or nothing.
+    exchange: Any = ()
 
 
 class State(NamedTuple):
@@ -288,7 +290,7 @@ def forward(
         q, k, v = (indexer.own_heads(part) for part in (q, k, v))
         # Keys are written before they are read: a token sees itself and the drafts before it.
         cache = write(cache, indexer.write(cache.index_k, index_k, slots), k, v, slots)
-        ids, scratch = indexer.choose(
+        ids, scratch, exchange = indexer.choose(
             index_q,
             cache.index_k,
             decode_tables + pages,
@@ -297,7 +299,9 @@ def forward(
             window,
             rows.positions,
             scratch,
+            cache.exchange,
         )
+        cache = cache._replace(exchange=exchange)
         layer_blocks = blocks + pages * (config.page_size // BLOCK)
         mixed = indexer.all_heads(attend(q, cache, layer_blocks, ids, rows.positions))
         x = x + dot(mixed.reshape(x.shape[0], -1), layer["o"])
@@ -324,7 +328,7 @@ def write(cache: Cache, index_k: jax.Array, k: jax.Array, v: jax.Array, slots: j
     k, v = (
         old.at[block, :, row].set(new, mode="drop") for old, new in ((cache.k, k), (cache.v, v))
     )
-    return Cache(index_k, k, v)
+    return cache._replace(index_k=index_k, k=k, v=v)
 
 
 # ---- what enters a step, and what it appends ----

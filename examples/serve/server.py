@@ -62,7 +62,9 @@ class Programs:
         indexer = IcpIndexer(config, plan) if plan else DenseIndexer(config)
         axis = plan.axis_name if plan else "icp"
         everywhere, split = P(), P(None, axis)
-        cache = Cache(split, split, split)
+        self.one_sided = plan is not None and mesh is not None and plan.transport == "one-sided"
+        exchange = (plan.comm_specs(), P()) if plan and self.one_sided else ()
+        cache = Cache(split, split, split, exchange)
         ins, outs = (everywhere, cache, everywhere, everywhere), (cache, everywhere, everywhere)
         body: Any = functools.partial(model_step, config, indexer)
         if mesh is not None:
@@ -77,7 +79,9 @@ class Programs:
                 axis_name=axis,
                 axis_size=plan.geometry.world_size,
             )
-        self.step = jax.jit(body, donate_argnums=(1, 2))
+        # One-sided kernels are launched one by one: see docs/serving.md.
+        options = {"xla_gpu_enable_command_buffer": ""} if self.one_sided else None
+        self.step = jax.jit(body, donate_argnums=(1, 2), compiler_options=options)
         self.admit = jax.jit(admit, donate_argnums=0)
         self.split = split
 
@@ -91,14 +95,14 @@ class Programs:
         """Moves a cache of all rows and heads (host arrays) to the ranks that hold its parts."""
         if self.plan and self.mesh is None:
             ranks = self.plan.geometry.world_size
-            whole = Cache(*(np.stack(np.split(array, ranks, axis=1)) for array in whole))
+            whole = Cache(*(np.stack(np.split(array, ranks, axis=1)) for array in whole[:3]))
         return self.put(whole, self.split)
 
     def new_cache(self) -> Cache:
-        """An empty cache."""
+        """An empty cache, with zeroed storage where rows are exchanged one-sidedly."""
         config = self.config
         heads = (config.kv_blocks, HEADS, BLOCK, config.head_dim)
-        return self.put_cache(
+        cache = self.put_cache(
             Cache(
                 np.zeros(
                     (config.layers * config.pages, config.page_size, INDEX_DIM), jnp.float8_e4m3fn
@@ -107,6 +111,9 @@ class Programs:
                 np.zeros(heads, np.float32),
             )
         )
+        if self.plan is None or not self.one_sided:
+            return cache
+        return cache._replace(exchange=(self.plan.init_comm(self.mesh), self.put(np.int32(0))))
 
     def new_state(self) -> State:
         """No request."""
@@ -148,10 +155,11 @@ class Server:
         world_size: int | None,
         mesh: Mesh | None = None,
         backend: str = "auto",
+        transport: str = "collective",
     ) -> None:
         """world_size None is the dense reference on one device."""
         self.config = config
-        plan = make_plan(config, world_size, backend) if world_size else None
+        plan = make_plan(config, world_size, backend, transport) if world_size else None
         self.programs = Programs(config, plan, mesh)
         self.params = self.programs.put(params)
         self.cache = self.programs.new_cache()

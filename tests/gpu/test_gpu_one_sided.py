@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import chains
@@ -13,6 +14,7 @@ import oracle
 import peer_comm
 import pytest
 from chains import GROUPS, Ranks, random_decode
+from test_compilations import compile_log
 
 from msa_icp_jax import MSAIcpComm, one_sided
 
@@ -144,8 +146,12 @@ def test_layers_are_three_kernels_each_and_nothing_else(tagged, graphs):
         text = compiled.as_text()
         form = "_tagged_rows" if tagged else "_rows"
         scorer, sender, merge = peer_comm.KERNELS
-        assert peer_comm.kernels_of(text) == [scorer, sender + form, merge] * count
-        assert peer_comm.other_operations_of(text) == set()
+        schedule = peer_comm.schedule_of(text)
+        first = schedule.index(scorer)
+        assert schedule[first : first + 3 * count] == [scorer, sender + form, merge] * count
+        # The program hands addresses and empty arrays through, which XLA may copy at its ends.
+        others = schedule[:first] + schedule[first + 3 * count :]
+        assert all(re.match(r"\S+ = s32\[(2,2|0,[\d,]+)\]\S* copy\(", x) for x in others), others
         assert compiled.memory_analysis().temp_size_in_bytes < 4096
         for _ in range(4):  # a graph is recorded at the second call
             output, scores, comm = compiled(inputs, counts, *state)
@@ -172,3 +178,17 @@ def test_storage_made_anew_and_of_two_plans_is_not_traced_again():
             ends_clean(theirs)
         sizes.append(program._cache_size())
     assert len(set(sizes)) == 1
+
+
+def test_nothing_compiles_after_warmup():
+    ranks = ranks_of(2, 128, max_decode_tokens=4, max_num_seqs=4, max_num_batched_tokens=128)
+    shapes = {"num_pages": 64, "table_width": 36, "query_lens": [1]}
+    ranks.plan.warmup(**shapes, with_comm=True, tagged=True)
+    arrays = ranks.decode_arrays(random_decode(LENGTHS, 1, 128), spare=0)
+    program = ranks.plan.decode_program(None, decode_query_len=1, with_comm=True, tagged=True)
+    with peer_comm.all_ranks(ranks.plan) as comm:
+        jax.block_until_ready((arrays, comm))
+        with compile_log() as log:
+            *_, comm = program(*arrays, comm, 0)
+            ends_clean(comm)
+    assert log.compiled == []

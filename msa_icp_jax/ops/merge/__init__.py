@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from msa_icp_jax import checks, geometry, rows
-from msa_icp_jax.backend import takes_mosaic
+from msa_icp_jax.backend import start_at, takes_mosaic, vary_as
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import NUM_HEADS, TOPK
 from msa_icp_jax.ops.merge import xla
@@ -108,9 +108,117 @@ def msa_icp_merge_candidates(
     return MSAIcpMerge(output, recv_slot, expected_generations, errors)
 
 
+def merge_once(
+    received: jax.Array,
+    num_valid_pages: jax.Array,
+    output: jax.Array | None,
+    tags: jax.Array | None = None,
+    *,
+    init_blocks: int,
+    local_blocks: int,
+    prefill: bool = False,
+    enable_pdl: bool = False,
+    backend: str = "auto",
+) -> jax.Array:
+    """`msa_icp_merge_candidates` of rows that are this call's alone.
+
+    Nothing is kept: no flag is cleared, no fault counted, and no buffer made for either. Arguments
+    are taken as checked.
+
+    Args:
+      received: int32 [W, hpr, >= T, 33], or tagged [W, hpr, >= T, 32, 2] when `tags` are given.
+      num_valid_pages: int32 [T].
+      output: int32 [>= T, hpr, 16] to write into; None: a fresh one of T rows.
+      tags: int32 [hpr, T], what tagged rows must carry.
+      others: as for `msa_icp_merge_candidates`.
+
+    Returns:
+      output.
+    """
+    tokens, heads = num_valid_pages.shape[0], received.shape[1]
+    if tokens == 0:
+        return jnp.zeros((0, heads, TOPK), jnp.int32) if output is None else output
+    merge_rows = _merge_rows(backend, enable_pdl, received, num_valid_pages)
+    return merge_rows(
+        received,
+        num_valid_pages,
+        output,
+        None,
+        tags,
+        init_blocks=init_blocks,
+        local_blocks=local_blocks,
+        prefill=prefill,
+    )[0]
+
+
+def merge_in_slot(
+    recv: jax.Array,
+    num_valid_pages: jax.Array,
+    output: jax.Array | None,
+    errors: jax.Array,
+    expected_generations: jax.Array | None,
+    *,
+    slot: int | jax.Array,
+    init_blocks: int,
+    local_blocks: int,
+    enable_pdl: bool,
+    backend: str,
+) -> MSAIcpMerge:
+    """`msa_icp_merge_candidates` of a slot of whole storage, all of whose rows are there.
+
+    The kernel finds the slot itself, so that no slot is copied out and in. Arguments are taken as
+    checked.
+
+    Args:
+      recv: int32 [3, W, hpr, C >= T, 33], or tagged [3, W, hpr, C, 32, 2] when
+        `expected_generations` are given.
+      num_valid_pages: int32 [T].
+      output: int32 [>= T, hpr, 16] to write into; None: a fresh one of T rows.
+      errors: int32 [1].
+      expected_generations: int32 [3, hpr, C].
+      slot: in [0, 3).
+      others: as for `msa_icp_merge_candidates`.
+
+    Returns:
+      An MSAIcpMerge of whole storage and counters.
+    """
+    tokens, heads = num_valid_pages.shape[0], recv.shape[2]
+    if not tokens:
+        nothing = jnp.zeros((0, heads, TOPK), jnp.int32) if output is None else output
+        return MSAIcpMerge(nothing, recv, expected_generations, errors)
+    forced: dict[str, Any] = {"init_blocks": init_blocks, "local_blocks": local_blocks}
+    if takes_mosaic(backend, recv, num_valid_pages):
+        from msa_icp_jax.ops._mosaic import launch
+        from msa_icp_jax.ops.merge import kernel
+
+        output, recv, errors, expected_generations = kernel.merge_arriving_rows(
+            *(recv, num_valid_pages, output, errors, expected_generations),
+            slot=slot,
+            spin_limit=1,  # one look: nothing is on its way
+            enable_pdl=enable_pdl,
+            target=launch.current_target(),
+            **forced,
+        )
+        return MSAIcpMerge(output, recv, expected_generations, errors)
+    tags = None
+    if expected_generations is not None:
+        expected = lax.dynamic_index_in_dim(expected_generations, slot, keepdims=False)
+        tags = rows.next_generation(expected[:, :tokens])
+        expected_generations = lax.dynamic_update_slice(
+            vary_as(expected_generations, tags), tags[None], start_at(slot, 0, 0)
+        )
+    of_slot = lax.dynamic_index_in_dim(recv, slot, keepdims=False)
+    output, of_slot, grown = xla.merge_rows(
+        *(of_slot, num_valid_pages, output, errors, tags), prefill=False, **forced
+    )
+    assert grown is not None
+    recv = lax.dynamic_update_index_in_dim(recv, of_slot, slot, 0)
+    return MSAIcpMerge(output, recv, expected_generations, grown)
+
+
 def _merge_rows(
     backend: str, enable_pdl: bool, *arrays: Any
-) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
+) -> Callable[..., tuple[jax.Array, jax.Array, Any]]:
     """The backend's merge."""
     if not takes_mosaic(backend, *arrays):
         return xla.merge_rows

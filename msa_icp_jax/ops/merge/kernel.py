@@ -76,6 +76,8 @@ class Merge:
       spin_limit: looks at a row that is still to arrive; 0: all rows are there, one slot's alone.
       capacity: rows that the receive storage has for every (slot, source, head).
       by_address: whether the storage is given by its address.
+      lasts: whether the rows lie in storage that outlives the call: then flags go back to 0 and
+        faults are counted.
     """
 
     sources: int
@@ -89,6 +91,7 @@ class Merge:
     spin_limit: int
     capacity: int
     by_address: bool = False
+    lasts: bool = True
 
     @property
     def waits(self) -> bool:
@@ -118,14 +121,14 @@ class Merge:
     @property
     def clears(self) -> bool:
         """Whether flags are set back to 0."""
-        return not (self.tagged or self.prefill)
+        return self.lasts and not (self.tagged or self.prefill)
 
 
 def merge_rows(
     recv: jax.Array,
     num_valid_pages: jax.Array,
-    output: jax.Array,
-    errors: jax.Array,
+    output: jax.Array | None,
+    errors: jax.Array | None,
     generations: jax.Array | None,
     *,
     init_blocks: int,
@@ -133,14 +136,15 @@ def merge_rows(
     prefill: bool,
     enable_pdl: bool,
     target: Target,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Merges every source rank's candidates of the owned heads.
 
     Args:
       recv: int32 [W, hpr, >= T, 33], or tagged [W, hpr, >= T, 32, 2].
       num_valid_pages: int32 [T], T >= 1.
-      output: int32 [>= T, hpr, 16] to write into.
-      errors: int32 [1], grown by one per failed (source, head, token) row.
+      output: int32 [>= T, hpr, 16] to write into; None: a fresh one of T rows.
+      errors: int32 [1], grown by one per failed (source, head, token) row; None: the rows are this
+        call's alone, so that nothing is counted, and flags stay.
       generations: int32 [hpr, T], the tags that tagged rows must carry; None for legacy rows.
       init_blocks: forced blocks at the start.
       local_blocks: forced visible blocks at the end.
@@ -149,7 +153,7 @@ def merge_rows(
       target: the machine to build for.
 
     Returns:
-      (output, recv with its flags cleared unless tagged or prefill, errors).
+      (output, recv with its flags cleared unless tagged, prefill or without errors, errors).
     """
     facts = Merge(
         sources=recv.shape[0],
@@ -162,6 +166,7 @@ def merge_rows(
         team=_team(num_valid_pages.shape[0] * recv.shape[1], target),
         spin_limit=0,
         capacity=recv.shape[2],
+        lasts=errors is not None,
     )
     tags = [] if generations is None else [generations]
     return _merge(facts, recv, num_valid_pages, tags, output, errors, enable_pdl, target)
@@ -170,7 +175,7 @@ def merge_rows(
 def merge_arriving_rows(
     recv: jax.Array,
     num_valid_pages: jax.Array,
-    output: jax.Array,
+    output: jax.Array | None,
     errors: jax.Array,
     expected_generations: jax.Array | None,
     *,
@@ -186,7 +191,7 @@ def merge_arriving_rows(
     Args:
       recv: int32 [3, W, hpr, C >= T, 33], or tagged [3, W, hpr, C, 32, 2]: the receive storage.
       num_valid_pages: int32 [T], T >= 1.
-      output: int32 [>= T, hpr, 16] to write into.
+      output: int32 [>= T, hpr, 16] to write into; None: a fresh one of T rows.
       errors: int32 [1], grown by one per failed (source, head, token) row.
       expected_generations: int32 [3, hpr, C], the merge's counters; None for legacy rows.
       slot: running count of calls, an int or a traced int32 scalar; the slot is this mod 3.
@@ -215,8 +220,12 @@ def merge_arriving_rows(
     others: list[Any] = [scalar_operand(slot)]
     if expected_generations is not None:
         others.append(writable(expected_generations))
-    merged = _merge(facts, recv, num_valid_pages, others, output, errors, enable_pdl, target)
-    return *merged, None if expected_generations is None else written(others[1])
+    output, recv, grown = _merge(
+        facts, recv, num_valid_pages, others, output, errors, enable_pdl, target
+    )
+    assert grown is not None  # as they came
+    advanced = None if expected_generations is None else written(others[1])
+    return output, recv, grown, advanced
 
 
 class Generations(NamedTuple):
@@ -234,7 +243,7 @@ class Generations(NamedTuple):
 def merge_rows_at_address(
     bases: jax.Array,
     num_valid_pages: jax.Array,
-    output: jax.Array,
+    output: jax.Array | None,
     errors: jax.Array,
     generations: Generations | None,
     *,
@@ -285,10 +294,11 @@ def merge_rows_at_address(
     )
     counters = [] if generations is None else [writable(x) for x in generations]
     others = [scalar_operand(rank), scalar_operand(slot), *counters]
-    output, _, errors = _merge(
+    output, _, grown = _merge(
         facts, bases, num_valid_pages, others, output, errors, enable_pdl, target
     )
-    return output, errors, Generations(*map(written, counters)) if counters else None
+    assert grown is not None  # as they came
+    return output, grown, Generations(*map(written, counters)) if counters else None
 
 
 def _team(rows: int, target: Target) -> int:
@@ -301,11 +311,11 @@ def _merge(
     recv: jax.Array,
     num_valid_pages: jax.Array,
     others: list[Any],
-    output: jax.Array,
-    errors: jax.Array,
+    output: jax.Array | None,
+    errors: jax.Array | None,
     enable_pdl: bool,
     target: Target,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Launches.
 
     `others` are the tags of tagged rows, or the slot and the counters of arriving ones; the rank
@@ -313,24 +323,31 @@ def _merge(
     """
     turns = cdiv(facts.rows, facts.rows_at_once)
     ctas = min(turns, target.sms) if target.interpret else turns
-
     writes_recv = facts.clears and not facts.by_address
     received: Any = writable(recv) if writes_recv else recv
-    merged = writable(output)
-    # The stock ops have no atomic add: there every row reports its own faults.
-    count = jnp.zeros(facts.rows, jnp.int32) if target.interpret else errors
-    faults = writable(count)
-    launch(
+    faults: list[Any] = []
+    if errors is not None:
+        # The stock ops have no atomic add: there every row reports its own faults.
+        count = jnp.zeros(facts.rows, jnp.int32) if target.interpret else errors
+        faults = [writable(count)]
+    fresh = jax.ShapeDtypeStruct((facts.tokens, facts.heads, TOPK), jnp.int32)
+    into = [] if output is None else [writable(output)]
+    found = launch(
         functools.partial(_kernel, facts=facts, ctas=ctas, pdl=enable_pdl, target=target),
         name="merge_arriving_rows" if facts.waits else "merge_rows",
         target=target,
         grid=(ctas,),
+        out_type=() if into else fresh,
         scratch_types={"shared": plgpu.SMEM((_WARPS, _TEAM_WORDS), jnp.int32)},
-    )(received, num_valid_pages, *others, merged, faults)
-    if writes_recv:
-        recv = written(received)
-    count = written(faults)
-    return written(merged), recv, errors + count.sum() if target.interpret else count
+    )(received, num_valid_pages, *others, *faults, *into)
+    if errors is not None:
+        count = written(faults[0])
+        errors = errors + count.sum(dtype=jnp.int32) if target.interpret else count
+    return (
+        written(into[0]) if into else found,
+        written(received) if writes_recv else recv,
+        errors,
+    )
 
 
 def _kernel(
@@ -343,11 +360,12 @@ def _kernel(
     pdl: bool,
     target: Target,
 ) -> None:
-    *given, output, faults = others
+    *given, output = others
     if pdl and not target.interpret:
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
     merge = _merge_stock if target.interpret else _merge_inline
+    faults = given.pop() if facts.lasts else None
 
     def turn(index: Any) -> None:
         merge(recv, counts, given, output, faults, shared, index, facts)
@@ -395,7 +413,8 @@ def _merge_stock(
                 arrived = received[:, ROW_WORDS - 1] == READY
             best = _best_ids(received, counts[token], facts)
             output[token, head] = jnp.where(arrived.all(), best, NO_BLOCK)
-            faults[row] = jnp.sum(~arrived, dtype=jnp.int32)
+            if facts.lasts:
+                faults[row] = jnp.sum(~arrived, dtype=jnp.int32)
             if facts.clears:
                 recv[*slot, :, head, token, ROW_WORDS - 1] = jnp.zeros(facts.sources, jnp.int32)
 
@@ -427,12 +446,13 @@ def _merge_inline(
     turn: Any,
     facts: Merge,
 ) -> None:
-    refs = [recv, counts, output, faults, shared, *others]
+    refs = [recv, counts, output, shared, *others, *([faults] if facts.lasts else [])]
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), plgpu.Layout.WG_SPLAT))
     def merge(_: Any, *arguments: Any) -> None:
         *refs, turn = arguments
-        recv, counts, output, faults, shared, *tags = (Words.of(ref) for ref in refs)
+        recv, counts, output, shared, *tags = (Words.of(ref) for ref in refs)
+        faults = tags.pop() if facts.lasts else None
         if facts.by_address:
             recv = peer_memory.at_address_of(recv, tags.pop(0).load(), facts.sources)
         if facts.waits:
@@ -479,7 +499,7 @@ class _Team:
         counts: Words,
         tags: list[Words],
         output: Words,
-        faults: Words,
+        faults: Words | None,
         shared: Words,
         turn: Lane,
     ) -> None:
@@ -503,7 +523,8 @@ class _Team:
             self._barrier()
 
             failed = self._failed(shared)
-            self._report(failed, faults)
+            if faults:
+                self._report(failed, faults)
             if facts.waits and counter and tag:
                 with lanes.when(self.number.eq(0)):
                     counter.store(tag)

@@ -14,21 +14,21 @@ from msa_icp_jax.geometry import TOPK
 def merge_rows(
     recv: jax.Array,
     num_valid_pages: jax.Array,
-    output: jax.Array,
-    errors: jax.Array,
+    output: jax.Array | None,
+    errors: jax.Array | None,
     generations: jax.Array | None,
     *,
     init_blocks: int,
     local_blocks: int,
     prefill: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Merges every source rank's candidates of the owned heads.
 
     Args:
       recv: int32 [W, hpr, >= T, 33], or tagged [W, hpr, >= T, 32, 2].
       num_valid_pages: int32 [T].
-      output: int32 [>= T, hpr, 16] to write into.
-      errors: int32 [1], grown by one per failed (source, head, token) row.
+      output: int32 [>= T, hpr, 16] to write into; None: a fresh one of T rows.
+      errors: int32 [1], grown by one per failed (source, head, token) row; None: not counted.
       generations: int32 [hpr, T], the tags that tagged rows must carry; None for legacy rows.
       init_blocks: forced blocks at the start.
       local_blocks: forced visible blocks at the end.
@@ -52,8 +52,12 @@ def merge_rows(
     best = jnp.where(arrived.all(0).T[..., None], best, rows.NO_BLOCK)
 
     varying = (recv, num_valid_pages)
-    output = lax.dynamic_update_slice(vary_as(output, best), best, (0, 0, 0))
-    errors = vary_as(errors, *varying) + jnp.sum(~arrived, dtype=jnp.int32)
+    if output is None:
+        output = best
+    else:
+        output = lax.dynamic_update_slice(vary_as(output, best), best, (0, 0, 0))
+    if errors is not None:
+        errors = vary_as(errors, *varying) + jnp.sum(~arrived, dtype=jnp.int32)
     if generations is None and not prefill:
         cleared = jnp.zeros((*received.shape[:-1], 1), jnp.int32)
         recv = lax.dynamic_update_slice(recv, cleared, (0, 0, 0, rows.ROW_WORDS - 1))

@@ -1,0 +1,76 @@
+"""The stage jax-chain: on CPU devices its programs run and are checked, for GPUs they lower."""
+
+from __future__ import annotations
+
+import fake_cuda
+import jax
+import numpy as np
+import peer_comm
+import pytest
+from chains import make_mesh
+
+from benchmarks import jax_chain
+from benchmarks.cases import QUICK, Decode, Prefill, at_world_size
+from benchmarks.check import Mismatch
+from benchmarks.inputs import Inputs, Pool
+
+DECODE, PREFILL = (
+    next(case for case in QUICK if isinstance(case, kind)) for kind in (Decode, Prefill)
+)
+
+
+def inputs_of(case: Decode | Prefill, backend: str) -> Inputs:
+    return Pool([case], 0).inputs(case, backend)
+
+
+@pytest.fixture
+def portable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The portable backend, without kernels, a layer or two."""
+    monkeypatch.setattr(jax_chain, "BACKEND", "xla")
+    monkeypatch.setattr(peer_comm, "delayed", lambda value, naps: value)
+    for name, value in {"_LAYERS": 2, "_LOOPS": 1, "_ROUNDS": 2}.items():
+        monkeypatch.setattr(jax_chain, name, value)
+
+
+@pytest.mark.parametrize("case", [at_world_size(DECODE, 2), PREFILL], ids=["decode", "prefill"])
+def test_every_rank_is_checked_and_timed(portable, case):
+    transports, mesh = ("none", "all-to-all", "collective"), make_mesh(2)
+    jax_chain.prepare([(case, "collective")], Pool([case], 0), mesh)
+    for transport in transports:
+        times = jax_chain.measure(case, inputs_of(case, "xla"), transport, mesh)
+        assert len(times.us) == 2 and times.more["host_us"] > 0
+
+
+def test_wrong_ids_are_not_timed(portable, monkeypatch):
+    monkeypatch.setattr(jax_chain, "_message", lambda *_: np.zeros((2, 2, 6, 33), np.int32))
+    case = at_world_size(DECODE, 2)
+    with pytest.raises(Mismatch):
+        jax_chain.measure(case, inputs_of(case, "xla"), "collective", make_mesh(2))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("transport", jax_chain.TRANSPORTS[Decode])
+def test_the_kernels_lower(monkeypatch, transport, alone):
+    if alone and transport not in jax_chain.ALONE:
+        pytest.skip("a collective takes more ranks than one")
+    fake_cuda.install(monkeypatch)
+    case = DECODE if alone else at_world_size(DECODE, 2)
+    mesh = None if alone else make_mesh(2)
+    chain = jax_chain._Chain(case, transport, mesh)
+    arguments = chain.abstract(*Pool([case], 0).structs(case, "mosaic"), 2)
+    text = chain.jitted(arguments).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    kernels = {"none": 2, "all-to-all": 0, "collective": 3}.get(transport, 3)
+    assert text.count("@mosaic_gpu_v2") == kernels  # a layer, that all are calls of
+    assert ("all_to_all" in text) == (transport in ("all-to-all", "collective"))
+
+
+def test_the_cases_of_two_gpus():
+    found = jax_chain.cases(2, "*")
+    assert [case.world_size for case in found] == [2] * 10
+    assert [case.name for case in found[-2:]] == ["p-8k-w2", "p-32k-w2"]
+
+
+def test_without_two_gpus_it_says_so(capsys, tmp_path):
+    assert jax_chain.main(["--out", str(tmp_path / "r.json")]) == 2
+    assert "two Hopper GPUs in one process, JAX sees 0" in capsys.readouterr().err
+    assert jax.device_count() == 4
