@@ -158,7 +158,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def same_fields(one: Any, other: object) -> bool:
+def same_fields(one: Any, other: Any) -> bool:
     """Equality of dataclasses that hold arrays: these have no one answer to ==, so identity counts.
 
     What an array's place may hold otherwise (a PartitionSpec, a shape) is compared by value.

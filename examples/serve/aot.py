@@ -7,9 +7,10 @@ latter is made on a machine without a GPU just as well; it runs where there is o
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
+import math
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from jax import export as jax_export
 from jax.sharding import Mesh
 
-from msa_icp_jax.demo.npz import NpzError, read_npz
+from msa_icp_jax.demo import NpzError, read_npz
 from serve.indexers import make_plan
 from serve.model import BLOCK, HEADS, INDEX_DIM, Cache, Config, Params, Report, Schedule, State
 from serve.server import Programs
@@ -133,31 +134,38 @@ def read_run(
     file: Path, exported: jax_export.Exported
 ) -> tuple[list[np.ndarray], list[np.ndarray], str]:
     """The inputs, the outputs and the JAX version of the call that `save` made."""
-    arrays = {
-        f"{kind}{i}": functools.partial(check_header, f"{kind}{i}", aval.shape, host_dtype(aval))
+    wanted = {
+        f"{kind}{i}": (host_dtype(aval), aval.shape)
         for kind, avals in (("in", exported.in_avals), ("out", exported.out_avals))
         for i, aval in enumerate(avals)
     }
+    sizes = {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in wanted.items()}
     try:
-        run = read_npz(file, {**arrays, "jax": check_version_header})
+        run = read_npz(file, sizes | {"jax": MOST_VERSION_BYTES})
     except NpzError as error:
         raise Unloadable(str(error)) from error
+    check_arrays(run, wanted)
     inputs = [run[f"in{i}"].view(aval.dtype) for i, aval in enumerate(exported.in_avals)]
     outputs = [run[f"out{i}"] for i in range(len(exported.out_avals))]
     return inputs, outputs, bytes(run["jax"]).decode("ascii", "replace")
 
 
-def check_header(
-    name: str, wanted: tuple[int, ...], wanted_dtype: np.dtype, shape: Any, dtype: np.dtype
+def check_arrays(
+    run: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 ) -> None:
-    if (shape, dtype) != (wanted, wanted_dtype):
-        got = f"{dtype} {list(shape)}"
-        raise NpzError(f"{name} must be {wanted_dtype} {list(wanted)} as in the step, got {got}")
-
-
-def check_version_header(shape: tuple[int, ...], dtype: np.dtype) -> None:
-    if dtype != np.uint8 or len(shape) != 1 or not 0 < shape[0] <= MOST_VERSION_BYTES:
-        raise NpzError(f"jax must be a version's bytes, got {dtype} {list(shape)}")
+    """Raises unless the arrays are those of the step, and `jax` is a version's bytes."""
+    for name, (dtype, shape) in wanted.items():
+        found = run[name]
+        if (found.dtype, found.shape) != (dtype, shape):
+            raise Unloadable(
+                f"{name} must be {dtype} {list(shape)} as in the step, got {found.dtype} "
+                f"{list(found.shape)}"
+            )
+    version = run["jax"]
+    if version.dtype != np.uint8 or version.ndim != 1 or not 0 < version.size <= MOST_VERSION_BYTES:
+        raise Unloadable(
+            f"jax must be a version's bytes, got {version.dtype} {list(version.shape)}"
+        )
 
 
 def run(
