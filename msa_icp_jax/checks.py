@@ -163,9 +163,10 @@ def same_fields(one: Any, other: Any) -> bool:
 
     What an array's place may hold otherwise (a PartitionSpec, a shape) is compared by value.
     """
-    if one.__class__ is not other.__class__:
+    kind: Any = type(one)
+    if kind is not type(other):
         return False
-    names = [field.name for field in dataclasses.fields(one)]
+    names = [field.name for field in dataclasses.fields(kind)]
     return all(_same(getattr(one, name), getattr(other, name)) for name in names)
 
 

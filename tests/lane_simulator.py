@@ -168,15 +168,17 @@ def _mask(conditions: Sequence[Lane]) -> Lane:
     return Lane(bits.astype(np.uint32).view(np.int32))
 
 
-def _which_pass(values: Sequence[Lane], bar: Lane) -> Lane:
+def _which_pass(values: Sequence[Lane], threshold: Lane) -> Lane:
     """By the signs of differences, as the machine does it; a NaN's sign is positive there."""
     with np.errstate(invalid="ignore", over="ignore"):
-        differences = [(bar.value + np.float32(0)) - x.value for x in values]
+        differences = [(threshold.value + np.float32(0)) - x.value for x in values]
     return _mask([Lane(np.signbit(x) & ~np.isnan(x)) for x in differences])
 
 
-def _which_reach(values: Sequence[Lane], bar: Lane) -> Lane:
-    low = np.nextafter(np.where(bar.value == 0, 0, bar.value), -np.inf, dtype=np.float32)
+def _which_reach(values: Sequence[Lane], threshold: Lane) -> Lane:
+    low = np.nextafter(
+        np.where(threshold.value == 0, 0, threshold.value), -np.inf, dtype=np.float32
+    )
     return _which_pass(values, Lane(low))
 
 

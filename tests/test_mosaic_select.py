@@ -186,7 +186,7 @@ def test_narrow_rows(monkeypatch, columns, scale, offset, begin, end, tagged, st
     scores = hard_rows.score_plane(tokens, columns, rng)
     scores[::2] = rng.normal(size=scores[::2].shape)  # every second token has random rows alone
     counts = hard_rows.visible_counts(tokens, columns, scale, rng).astype(np.int32)
-    # Of five equal ones a single one wins, and all that reach the bar are in the lower half.
+    # Of five equal ones a single one wins, and all that reach the threshold are in the lower half.
     counts[1], scores[1, :, :5], scores[1, :, 5:20] = 8192, 9, 10
     words = 32 if tagged else 33
     out = np.full((4, tokens + 2, *((32, 2) if tagged else (33,))), _UNTOUCHED, np.int32)

@@ -218,21 +218,21 @@ def is_negative(x: Lane) -> Lane:
     return Lane(arith.shrui(x.bits(i32()).value, int32(31).value))
 
 
-def which_reach(values: Sequence[Lane], bar: Lane) -> Lane:
-    """Bit i: whether float value i is at least `bar`; at most 32 values. -0.0 equals +0.0."""
-    return _which_exceed(values, _next_below(bar))
+def which_reach(values: Sequence[Lane], threshold: Lane) -> Lane:
+    """Bit i: whether float value i is at least `threshold`; at most 32 values. -0.0 equals +0.0."""
+    return _which_exceed(values, _next_below(threshold))
 
 
-def which_pass(values: Sequence[Lane], bar: Lane) -> Lane:
-    """Bit i: whether float value i is above `bar`, which is not NaN; at most 32 values."""
-    return _which_exceed(values, bar + 0.0)  # no difference of zeros is negative then
+def which_pass(values: Sequence[Lane], threshold: Lane) -> Lane:
+    """Bit i: whether float value i is above `threshold`, which is not NaN; at most 32 values."""
+    return _which_exceed(values, threshold + 0.0)  # no difference of zeros is negative then
 
 
-def _which_exceed(values: Sequence[Lane], bar: Lane) -> Lane:
-    """Bit i: whether `bar` less value i is negative."""
+def _which_exceed(values: Sequence[Lane], threshold: Lane) -> Lane:
+    """Bit i: whether `threshold` less value i is negative."""
     mask = int32(0)
     for value in reversed(values):
-        mask = (mask << 1) | is_negative(bar - value)
+        mask = (mask << 1) | is_negative(threshold - value)
     return mask
 
 

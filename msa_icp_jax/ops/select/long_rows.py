@@ -5,9 +5,9 @@ What remains is an interval [front, back) of columns, of which the best `need` =
 wanted.
 
 1. At most 64 columns: all of them are contenders. Otherwise every lane keeps the maximum of the
-   columns it loaded. The need-th largest of the 32 lanes' maxima is a *bar* that at least `need`
-   columns reach: only columns at or above it (about 22 of random scores) are contenders.
-2. Should more than 64 columns reach the bar, or the bar be -inf (many equal scores; rows of -inf
+   columns it loaded. The need-th largest of the 32 lanes' maxima is a *threshold* that at least
+   `need` columns reach: only columns at or above it (about 22 of random scores) are contenders.
+2. Should more than 64 columns reach the threshold, or it be -inf (many equal scores; rows of -inf
    or NaN), the row is streamed in ascending order through a list of at most 64 entries, which is
    cut back to the best 16 whenever it holds more than 32.
 3. A contender's rank is the number of larger ones, counted against all of them. Those of rank below
@@ -238,12 +238,12 @@ class Team:
         """Contenders of a long row."""
         values = self.load(row) if values is None else values
         self._publish(_maximum(values))
-        bar_key = self._bar(row)
-        found = self._collect(values, flip(bar_key).bits(f32()), row)
-        overflow = (found > _CONTENDERS) | (bar_key <= _NEG_INF_KEY)
+        threshold_key = self._threshold(row)
+        found = self._collect(values, flip(threshold_key).bits(f32()), row)
+        overflow = (found > _CONTENDERS) | (threshold_key <= _NEG_INF_KEY)
 
         def stream() -> list[Lane]:
-            self._stream(row, bar_key)
+            self._stream(row, threshold_key)
             return [int32(TOPK * self.warps)]
 
         return lanes.choose(overflow, [i32()], stream, lambda: [found])[0]
@@ -288,7 +288,7 @@ class Team:
             (self.shared + _COUNT_AT).store(int32(0))
         lanes.team_barrier()
 
-    def _bar(self, row: Row) -> Lane:
+    def _threshold(self, row: Row) -> Lane:
         """Key of the need-th largest of the lanes' maxima."""
         maxima = self.shared + _MAXIMA_AT
         if self.warps > 1:
@@ -309,12 +309,12 @@ class Team:
         key = flip(mine.bits(i32()))
         return lanes.warp_min(where(larger < row.need, key, 0x7FFFFFFF))
 
-    def _collect(self, values: list[Lane], bar: Lane, row: Row) -> Lane:
-        """Writes the columns that reach the bar, up to 64 of them; returns how many reach it."""
+    def _collect(self, values: list[Lane], threshold: Lane, row: Row) -> Lane:
+        """Writes up to 64 of the columns that reach the threshold; returns how many reach it."""
         team, vector = self.warps, self._vector
         masks = []
         for start in range(0, len(values), _WARP):
-            masks.append(lanes.which_reach(values[start : start + _WARP], bar))
+            masks.append(lanes.which_reach(values[start : start + _WARP], threshold))
         columns = self.shared + COLUMNS_AT
         edges = self._edges(row, columns) if vector > 1 else int32(0)
         number = lanes.popcount(masks[0])
@@ -361,11 +361,11 @@ class Team:
             (columns + self.lane).store(column)
         return before + after
 
-    def _stream(self, row: Row, bar_key: Lane) -> None:
+    def _stream(self, row: Row, threshold_key: Lane) -> None:
         """Contenders the slow way, whatever the scores: the best 16 of each warp's part of the row.
 
-        Columns below the bar cannot win, which leaves few to insert in most rows. Places that are
-        not taken get column -1.
+        Columns below the threshold cannot win, which leaves few to insert in most rows. Places
+        that are not taken get column -1.
         """
         team = self.warps
         warp = self.warp & (team - 1)
@@ -388,7 +388,7 @@ class Team:
                 state = best.insert(score, column, column < stop, state)
             return state
 
-        held, _ = lanes.loop(start, stop, 8 * _WARP, [int32(0), bar_key - 1], eight)
+        held, _ = lanes.loop(start, stop, 8 * _WARP, [int32(0), threshold_key - 1], eight)
         lanes.warp_barrier()
         held, _ = best.cut(held)
         place = warp * TOPK + self.lane

@@ -2,16 +2,16 @@
 
 A warp copies its rows' candidates to shared memory, where each lane has one half of a row. A lane
 keeps the 16 largest values of its half, in order, by sorting networks; joined with those of the
-other lane they give the row's 16th largest, the *bar*. Columns above the bar win, and of those
+other lane they give the row's 16th largest, the *threshold*. Columns above it win, and of those
 equal to it as many as there are places left, the lower lane's first.
 
 Of rows that may be longer than 64 columns not all is sorted. The 16th largest of 32 maxima, each of
-a class of columns, is a bar that at least 16 columns reach. Those (about 22 of random scores) are
-listed, and the list's 16th largest is the row's. Where more than 32 reach it (scores that tie), or
-where that bar is -inf, all is sorted after all.
+a class of columns, is a threshold that at least 16 columns reach. Those (about 22 of random scores)
+are listed, and the list's 16th largest is the row's. Where more than 32 reach it (scores that tie),
+or where it is -inf, all is sorted after all.
 
-Forced columns have +inf for a score while bars are looked for, and what is no candidate -inf; NaN
-sorts below everything else.
+Forced columns have +inf for a score while thresholds are looked for, and what is no candidate -inf;
+NaN sorts below everything else.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class Rows:
         self._copy()
         self._mark()
         lanes.warp_barrier()
-        bar = self._sixteenth_largest()
+        threshold = self._sixteenth_largest()
         lanes.warp_barrier()  # before rows come where the lists were
         self._put_forced()
-        self._put_winners(bar)
+        self._put_winners(threshold)
         lanes.await_copies()
         lanes.warp_barrier()
 
@@ -168,7 +168,7 @@ class Rows:
         upper = self._side.ne(0)
         return where(upper, self.back, self.first), where(upper, self.stop, self.front)
 
-    # ---- the bar ----
+    # ---- the threshold ----
 
     def _sixteenth_largest(self) -> Lane:
         """The 16th largest of the row, -inf where that is NaN."""
@@ -179,10 +179,10 @@ class Rows:
             return [lanes.maximum(a, b) for a, b in zip(best, self._load(i), strict=True)]
 
         classes = lanes.loop(int32(1), self._chunks, 1, self._load(int32(0)), one_chunk)
-        bar = self._join(descending(list(classes)))
-        masks = self._reach(bar, int32(0), self.stop)
+        threshold = self._join(descending(list(classes)))
+        masks = self._reach(threshold, int32(0), self.stop)
         number = _number(masks)
-        many = (number + lanes.warp_xor(number, 1) > _LISTED) | bar.eq(-_INF)
+        many = (number + lanes.warp_xor(number, 1) > _LISTED) | threshold.eq(-_INF)
         return self._join(
             lanes.choose(
                 lanes.warp_any(many),
@@ -244,13 +244,13 @@ class Rows:
 
     # ---- winners ----
 
-    def _reach(self, bar: Lane, start: Lane, stop: Lane) -> list[Lane]:
-        """Words of a mask: which columns of this lane's half and of [start, stop) reach the bar.
+    def _reach(self, threshold: Lane, start: Lane, stop: Lane) -> list[Lane]:
+        """Words of a mask: which columns of this lane's half in [start, stop) reach `threshold`.
 
         All of them do if it is -inf.
         """
-        all_do = where(bar.eq(-_INF), int32(-1), 0)
-        masks = self._masks(lambda values: lanes.which_reach(values, bar) | all_do)
+        all_do = where(threshold.eq(-_INF), int32(-1), 0)
+        masks = self._masks(lambda values: lanes.which_reach(values, threshold) | all_do)
         return self._within(masks, start, stop)
 
     def _masks(self, which: Callable[[list[Lane]], Lane]) -> list[Lane]:
@@ -276,15 +276,15 @@ class Rows:
             for word, mask in enumerate(masks)
         ]
 
-    def _put_winners(self, bar: Lane) -> None:
+    def _put_winners(self, threshold: Lane) -> None:
         """Puts the open columns that win in their places."""
-        reach = self._reach(bar, self.front, self.back)
+        reach = self._reach(threshold, self.front, self.back)
         number = _number(reach)
         tied = number + lanes.warp_xor(number, 1) > self.need
         masks = lanes.choose(
             lanes.warp_any(tied),
             [i32()] * len(reach),
-            lambda: self._without_last_ties(reach, bar),
+            lambda: self._without_last_ties(reach, threshold),
             lambda: reach,
         )
         lower = lanes.warp_xor(_number(masks), 1)
@@ -298,9 +298,9 @@ class Rows:
 
             _, place = lanes.repeat_while([mask, place], lambda left, _: left.ne(0), put)
 
-    def _without_last_ties(self, reach: list[Lane], bar: Lane) -> list[Lane]:
-        """Of those equal to the bar, only as many as there are places left."""
-        above = self._masks(lambda values: lanes.which_pass(values, bar))
+    def _without_last_ties(self, reach: list[Lane], threshold: Lane) -> list[Lane]:
+        """Of those equal to the threshold, only as many as there are places left."""
+        above = self._masks(lambda values: lanes.which_pass(values, threshold))
         above = [x & y for x, y in zip(above, reach, strict=True)]
         equal = [x & ~y for x, y in zip(reach, above, strict=True)]
         number = _number(above)

@@ -1,9 +1,9 @@
 """Top16 of four short rows of a wide plane at once: eight lanes a row, in registers.
 
 The eight lanes of a row sort what they hold by a network and merge with each other until each has
-the row's 16 largest values, so that the 16th, the *bar*, is known. The columns that reach it are
-the answer if there are exactly 16 of them, however the bar came about; otherwise (scores that tie
-at the bar, too few real scores, NaN in the network) the caller has to take another way.
+the row's 16 largest values, so that the 16th, the *threshold*, is known. The columns that reach it
+are the answer if there are exactly 16 of them, however it came about; otherwise (scores that tie at
+the threshold, too few real scores, NaN in the network) the caller has to take another way.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def find_top16(
     """
     of_row = lane & (_LANES - 1)
     first = of_row * _VECTOR
-    bar = _sixteenth_largest(_load(scores, forced, stop, size, first))
+    threshold = _sixteenth_largest(_load(scores, forced, stop, size, first))
     # Loaded again (from the cache): kept, the scores would take too many registers.
-    mask = lanes.which_reach(_load(scores, forced, stop, size, first), bar)
+    mask = lanes.which_reach(_load(scores, forced, stop, size, first), threshold)
     number = lanes.popcount(mask)
     for distance in (1, 2, 4):
         number = number + lanes.warp_xor(number, distance)
-    good = lanes.warp_ballot(number.eq(TOPK) & (bar > -_INF)).eq(lanes.ALL_LANES)
+    good = lanes.warp_ballot(number.eq(TOPK) & (threshold > -_INF)).eq(lanes.ALL_LANES)
     with lanes.when(good):
         _write_columns(mask, of_row, found + (lane >> 3) * TOPK, first)
         lanes.warp_barrier()
