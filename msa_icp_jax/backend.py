@@ -13,6 +13,7 @@ from msa_icp_jax import checks
 
 BACKENDS = ("auto", "mosaic", "xla")
 PRECISIONS = ("auto", "exact", "fast")
+PREFILL_KERNEL_DTYPES = ("float8_e4m3fn",)  # of index keys, that the Mosaic prefill scorer takes
 
 Backend = Literal["mosaic", "xla"]
 
@@ -35,7 +36,7 @@ def resolve_backend(backend: str, device: jax.Device | None = None) -> Backend:
         return "xla"
     if getattr(device, "compute_capability", None) == "9.0":
         return "mosaic"
-    _warn_portable(device.device_kind)
+    _warn_portable(f"{device.device_kind} (they need compute capability 9.0)")
     return "xla"
 
 
@@ -45,6 +46,28 @@ def default_device() -> jax.Device:
     if isinstance(chosen, str):  # a platform
         return jax.local_devices(backend=chosen)[0]
     return chosen if chosen is not None else jax.local_devices()[0]
+
+
+def resolve_prefill_backend(
+    backend: str, device: jax.Device | None = None, index_dtype: str = "float8_e4m3fn"
+) -> Backend:
+    """`resolve_backend` for the prefill scorer, which has no kernels for bfloat16 yet.
+
+    "auto" takes XLA there; on a GPU that has the other kernels it warns once.
+
+    Raises:
+      ValueError: `backend` is not one of the three, or "mosaic" has no kernels for `index_dtype`.
+    """
+    resolved = resolve_backend(backend, device)
+    if resolved == "xla" or index_dtype in PREFILL_KERNEL_DTYPES:
+        return resolved
+    if backend == "mosaic":
+        raise ValueError(
+            f'backend must be "auto" or "xla" where index_dtype is "{index_dtype}" (the prefill '
+            f'kernels take {" or ".join(PREFILL_KERNEL_DTYPES)}), got "mosaic"'
+        )
+    _warn_portable(f"prefill of {index_dtype} index keys")
+    return "xla"
 
 
 def check_precision(precision: str) -> str:
@@ -89,9 +112,8 @@ def start_at(*indices: Any) -> tuple[jax.Array, ...]:
 
 
 @functools.cache
-def _warn_portable(device_kind: str) -> None:
+def _warn_portable(what: str) -> None:
     warnings.warn(
-        f"msa_icp_jax: no Mosaic kernels for {device_kind} (they need compute capability 9.0); "
-        "the portable XLA path runs instead",
+        f"msa_icp_jax: no Mosaic kernels for {what}; the portable XLA path runs instead",
         stacklevel=3,
     )

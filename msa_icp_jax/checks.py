@@ -81,10 +81,13 @@ def index(name: str, value: Any, size: int) -> Any:
 
 
 def array(name: str, value: Any, dtype: Any, *shape: int | AtLeast | None) -> None:
-    """Checks an array's dtype and shape; a shape entry None allows any size."""
+    """Checks an array's dtype (or one of a tuple of them) and shape.
+
+    A shape entry None allows any size.
+    """
     if not isinstance(value, jax.Array | np.ndarray):
         raise TypeError(f"{name} must be {_spec(dtype, shape)}, got {_describe(value)}")
-    if value.dtype != dtype:
+    if not any(value.dtype == allowed for allowed in _each(dtype)):
         raise TypeError(
             f"{name} must be {_spec(dtype, shape)}, got dtype {_dtype_name(value.dtype)}"
         )
@@ -98,7 +101,7 @@ def array(name: str, value: Any, dtype: Any, *shape: int | AtLeast | None) -> No
 
 def array_of(name: str, value: Any, *dtypes: Any) -> None:
     """Checks that `value` is an array of one of `dtypes`, whatever its shape."""
-    allowed = f"an array of dtype {' or '.join(jnp.dtype(dtype).name for dtype in dtypes)}"
+    allowed = f"an array of dtype {_names(dtypes)}"
     if not isinstance(value, jax.Array | np.ndarray):
         raise TypeError(f"{name} must be {allowed}, got {_describe(value)}")
     if not any(value.dtype == dtype for dtype in dtypes):
@@ -139,8 +142,16 @@ def _range(low: int | None, high: int | None) -> str:
 
 def _spec(dtype: Any, shape: Sequence[int | AtLeast | None]) -> str:
     sizes = ", ".join("any" if size is None else str(size) for size in shape)
-    name = jnp.dtype(dtype).name
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name} array of shape [{sizes}]"
+    names = _names(_each(dtype))
+    return f"{'an' if names[0] in 'aeiou' else 'a'} {names} array of shape [{sizes}]"
+
+
+def _each(dtype: Any) -> tuple[Any, ...]:
+    return dtype if isinstance(dtype, tuple) else (dtype,)
+
+
+def _names(dtypes: Sequence[Any]) -> str:
+    return " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
 
 
 def _join(allowed: Sequence[Any]) -> str:

@@ -22,6 +22,7 @@ MAX_BLOCKS = 8192  # ids at or past it are never candidates: 1 Mi tokens of cont
 NUM_SLOTS = 3
 WORLD_SIZES = (2, 4)
 PAGE_SIZES = (128, 256)
+INDEX_DTYPES = ("float8_e4m3fn", "bfloat16")  # of index keys and queries, both alike
 MAX_QUERY_ROWS = 32  # query tokens x heads of one decode request
 MAX_SELECT_COLUMNS = 12288  # exclusive bound of a prefill score plane's columns
 COLUMN_MULTIPLE = 4  # decode writes and sizes score columns in groups of four
@@ -29,7 +30,7 @@ WINDOW_SCORE_BYTES = 256 << 20  # bound of the prefill score scratch, see `windo
 MAX_INT32 = 2**31 - 1  # bound of every limit: positions, tokens and rows are int32 on the device
 MAX_SUM = 2**30 - 1  # where prefix sums of lengths saturate: two such terms still fit an int32
 MAX_TOKENS = MAX_SELECT_COLUMNS * max(PAGE_SIZES)  # prefill never scores a position past it
-ROW_STEP = 8  # rows of 128 bytes: index keys in a compound page begin at a multiple of 1 KiB
+ROW_STEP = 8  # rows: index keys in a compound page begin at a multiple of 1 KiB (bfloat16: 2 KiB)
 MAX_ROW_OFFSET = 2**31 - 256  # the rows of a page behind it still have int32 numbers
 MIX_UP_ROWS = max(PAGE_SIZES) // min(WORLD_SIZES)  # most that a rank can hold of a plain page
 
@@ -52,6 +53,11 @@ def check_world_size(world_size: int) -> int:
 def check_page_size(page_size: int) -> int:
     """Raises unless `page_size` is 128 or 256."""
     return checks.one_of("page_size", page_size, PAGE_SIZES)
+
+
+def check_index_dtype(index_dtype: str) -> str:
+    """Raises unless `index_dtype` is "float8_e4m3fn" or "bfloat16"."""
+    return checks.one_of("index_dtype", index_dtype, INDEX_DTYPES)
 
 
 def check_num_heads(name: str, value: int) -> int:
@@ -126,6 +132,7 @@ class IndexerGeometry:
       max_model_len: longest context in tokens.
       num_sparse_layers: sparse layers that share the receive storage's three slots.
       row_offset: first index-key row inside a wider (compound) page, a multiple of 8.
+      index_dtype: of index keys and queries, "float8_e4m3fn" or "bfloat16".
 
     Raises:
       ValueError, TypeError: an attribute is outside its range.
@@ -143,13 +150,14 @@ class IndexerGeometry:
     max_model_len: int
     num_sparse_layers: int
     row_offset: int = 0
+    index_dtype: str = "float8_e4m3fn"
 
     def __post_init__(self) -> None:
         """Checks every attribute once, here, and keeps each as a Python int."""
         init, local = check_forced(
             "init_blocks", self.init_blocks, "local_blocks", self.local_blocks
         )
-        checked = {
+        checked: dict[str, Any] = {
             "world_size": check_world_size(self.world_size),
             "num_index_heads": check_num_heads("num_index_heads", self.num_index_heads),
             "page_size": check_page_size(self.page_size),
@@ -159,6 +167,7 @@ class IndexerGeometry:
                 "max_decode_query_len", self.max_decode_query_len
             ),
             "row_offset": check_row_offset(self.row_offset),
+            "index_dtype": check_index_dtype(self.index_dtype),
         }
         for name in (
             "max_decode_tokens",
@@ -208,7 +217,7 @@ class IndexerGeometry:
 
 
 def check_row_offset(row_offset: int) -> int:
-    """Raises unless `row_offset` is a multiple of 8 rows (1 KiB) whose pages have int32 rows."""
+    """Raises unless `row_offset` is a multiple of 8 rows whose pages have int32 rows."""
     row_offset = checks.integer("row_offset", row_offset, 0, MAX_ROW_OFFSET)
     if row_offset % ROW_STEP:
         raise ValueError(f"row_offset must be a multiple of {ROW_STEP} (rows), got {row_offset}")

@@ -4,7 +4,7 @@ Its methods are per-rank programs with local shapes, to be called inside the cal
 `jax.shard_map` over the icp axis, or inside `jax.vmap(..., axis_name=...)`, which runs all ranks on
 one device. Global shapes and their PartitionSpecs over the axis:
 
-  index_k   float8_e4m3fn [pages, P, 128]   P(None, icp)
+  index_k   index_dtype [pages, P, 128]     P(None, icp)
   scores    float32 [T, 4, W columns]       P(None, None, icp)
   carrier   int32 [4, W T, 33]              P(None, icp)
   received  int32 [W, 4, T, 33]             P(None, icp)
@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from msa_icp_jax import checks, one_sided, peer_storage, programs, rows
-from msa_icp_jax.backend import check_precision, resolve_backend
+from msa_icp_jax.backend import check_precision, resolve_backend, resolve_prefill_backend
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.comm import (
     COLLECTIVE,
@@ -100,6 +100,7 @@ def prepare_msa_icp_indexer(
     axis_name: str = "icp",
     row_offset: int = 0,
     transport: str = COLLECTIVE,
+    index_dtype: str = "float8_e4m3fn",
 ) -> MSAIcpIndexerPlan:
     """Plans the MiniMax-M3 index branch for one indexer context parallel group.
 
@@ -127,6 +128,9 @@ def prepare_msa_icp_indexer(
         makes; it needs the Mosaic backend and GPUs that reach each other's memory. "auto" is
         one-sided for the calls that get such a comm, where backend and GPUs allow it, and else
         collective.
+      index_dtype: of index keys and queries: "float8_e4m3fn", or "bfloat16", for which the prefill
+        scorer has no Mosaic kernel yet (`backend="auto"` takes XLA for it, see
+        `MSAIcpIndexerPlan.prefill_backend`; "mosaic" is refused).
 
     Returns:
       A frozen, hashable MSAIcpIndexerPlan.
@@ -147,6 +151,7 @@ def prepare_msa_icp_indexer(
         max_model_len=max_model_len,
         num_sparse_layers=num_sparse_layers,
         row_offset=row_offset,
+        index_dtype=index_dtype,
     )
     if rank is not None:
         rank = checks.integer("rank", rank, 0, geometry.world_size - 1)
@@ -154,11 +159,13 @@ def prepare_msa_icp_indexer(
     check_precision(precision)
     if not isinstance(axis_name, str):
         raise TypeError(f"axis_name must be a str, got {axis_name!r}")
+    prefill_backend = resolve_prefill_backend(backend, device, geometry.index_dtype)
     backend = resolve_backend(backend, device)
     return MSAIcpIndexerPlan(
         geometry=geometry,
         rank=rank,
         backend=backend,
+        prefill_backend=prefill_backend,
         precision=precision,
         axis_name=axis_name,
         transport=resolve_transport(transport, backend),
@@ -174,6 +181,7 @@ class MSAIcpIndexerPlan:
       geometry: the validated limits and sizes.
       rank: this rank, or None to take it from the icp axis.
       backend: "mosaic" or "xla", as resolved.
+      prefill_backend: that of the prefill scorer; "xla" for bfloat16 index keys.
       precision: "auto", "exact" or "fast".
       axis_name: the mesh axis of the group.
       transport: "collective" or "one-sided", as resolved.
@@ -183,6 +191,7 @@ class MSAIcpIndexerPlan:
     geometry: IndexerGeometry
     rank: int | None
     backend: str
+    prefill_backend: str
     precision: str
     axis_name: str
     transport: str
@@ -196,7 +205,7 @@ class MSAIcpIndexerPlan:
     @property
     def fused_prefill(self) -> bool:
         """Whether prefill is faster fused, by measurement; in exact precision it never is."""
-        return _FUSED_PREFILL[self.backend] and self.precision != "exact"
+        return _FUSED_PREFILL[self.prefill_backend] and self.precision != "exact"
 
     def decode(
         self,
@@ -218,8 +227,8 @@ class MSAIcpIndexerPlan:
         """Chooses the 16 key blocks of every decode token for the heads this rank owns.
 
         Args:
-          index_q: float8_e4m3fn [T, 4, 128], T = B * decode_query_len, the same on every rank.
-          index_k: float8_e4m3fn [pages, R, 128], this rank's rows (or compound pages).
+          index_q: index_dtype [T, 4, 128], T = B * decode_query_len, the same on every rank.
+          index_k: index_dtype [pages, R, 128], this rank's rows (or compound pages).
           block_table: int32 [B, width].
           seq_lens: int32 [B], keys of each request; 0 for graph padding.
           num_valid_pages: int32 [T], visible *blocks* of each token: position // 128 + 1, 0 for
@@ -460,7 +469,7 @@ class MSAIcpIndexerPlan:
             total_q=total_q,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
-            backend=self.backend,
+            backend=self.prefill_backend,
         )
 
     def prefill_local(
@@ -478,8 +487,8 @@ class MSAIcpIndexerPlan:
         """Scores a window against this rank's keys and keeps every query's local Top16.
 
         Args:
-          query: float8_e4m3fn [T, 4, 128], the same on every rank.
-          index_k: float8_e4m3fn [pages, R, 128], this rank's rows (or compound pages).
+          query: index_dtype [T, 4, 128], the same on every rank.
+          index_k: index_dtype [pages, R, 128], this rank's rows (or compound pages).
           block_table: int32 [B, width].
           window_plan: from `prefill_window_plan`, total_q <= T.
           score_scratch: float32 [>= T, 4, columns], see `prefill_score_shape`; may be None when
@@ -522,7 +531,7 @@ class MSAIcpIndexerPlan:
             "rank": rank,
             "tp": self.geometry.world_size,
             "compact": self.geometry.compact,
-            "backend": self.backend,
+            "backend": self.prefill_backend,
             "precision": self.precision,
             "row_offset": self.geometry.row_offset,
         }
@@ -985,7 +994,7 @@ class MSAIcpIndexerPlan:
         checks.integer("block_table.shape[0] (requests)", requests, 0, geometry.max_num_seqs)
         tokens = requests * decode_query_len
         checks.integer("T = requests * decode_query_len", tokens, 0, geometry.max_decode_tokens)
-        checks.array("index_q", index_q, jnp.float8_e4m3fn, tokens, NUM_HEADS, HEAD_DIM)
+        checks.array("index_q", index_q, geometry.index_dtype, tokens, NUM_HEADS, HEAD_DIM)
         self._check_index_k(index_k)
         checks.array("seq_lens", seq_lens, jnp.int32, requests)
         checks.array("num_valid_pages", num_valid_pages, jnp.int32, tokens)
@@ -1024,7 +1033,7 @@ class MSAIcpIndexerPlan:
                 f"window_plan must be an MSAIcpScorePlan, got {type(window_plan).__name__}"
             )
         tokens = AtLeast(window_plan.total_q)
-        checks.array("query", query, jnp.float8_e4m3fn, tokens, NUM_HEADS, HEAD_DIM)
+        checks.array("query", query, geometry.index_dtype, tokens, NUM_HEADS, HEAD_DIM)
         checks.integer("query.shape[0]", query.shape[0], 0, geometry.max_num_batched_tokens)
         self._check_index_k(index_k)
         checks.array("block_table", block_table, jnp.int32, window_plan.num_segments, AtLeast(1))
@@ -1032,7 +1041,13 @@ class MSAIcpIndexerPlan:
 
     def _check_index_k(self, index_k: Any) -> None:
         geometry = self.geometry
-        check_index_k(index_k, geometry.world_size, geometry.page_size, geometry.row_offset)
+        check_index_k(
+            index_k,
+            geometry.world_size,
+            geometry.page_size,
+            geometry.row_offset,
+            dtype=geometry.index_dtype,
+        )
 
 
 def _prefix_sums(lengths: jax.Array) -> jax.Array:

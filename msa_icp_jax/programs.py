@@ -139,8 +139,8 @@ def _decode_program(
         "enable_pdl": enable_pdl,
     }
     inputs: dict[str, tuple[Any, Any]] = {
-        "index_q": (jnp.float8_e4m3fn, specs.ALL),
-        "index_k": (jnp.float8_e4m3fn, specs.index_k),
+        "index_q": (plan.geometry.index_dtype, specs.ALL),
+        "index_k": (plan.geometry.index_dtype, specs.index_k),
         "block_table": (jnp.int32, specs.ALL),
         "seq_lens": (jnp.int32, specs.ALL),
         "num_valid_pages": (jnp.int32, specs.ALL),
@@ -183,8 +183,8 @@ def _prefill_program(plan: MSAIcpIndexerPlan, mesh: Mesh | None, fused: bool | N
         mesh,
         prefill,
         {
-            "query": (jnp.float8_e4m3fn, specs.ALL),
-            "index_k": (jnp.float8_e4m3fn, specs.index_k),
+            "query": (plan.geometry.index_dtype, specs.ALL),
+            "index_k": (plan.geometry.index_dtype, specs.index_k),
             "block_table": (jnp.int32, specs.ALL),
             "window_plan": (jnp.int32, specs.ALL),
             "score_scratch": (jnp.float32, specs.scores),
@@ -220,8 +220,8 @@ def _write_program(plan: MSAIcpIndexerPlan, mesh: Mesh | None) -> Program:
         )
 
     inputs = {
-        "index_k": (jnp.float8_e4m3fn, specs.index_k),
-        "new_k": (jnp.float8_e4m3fn, specs.ALL),
+        "index_k": (plan.geometry.index_dtype, specs.index_k),
+        "new_k": (plan.geometry.index_dtype, specs.ALL),
         "slot_mapping": (jnp.int32, specs.ALL),
     }
     return _program(plan, mesh, write, inputs, specs.index_k, donate=("index_k",))

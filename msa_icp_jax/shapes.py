@@ -88,17 +88,17 @@ class Shapes:
         """Of `msa_icp_write_index_k`."""
         return {
             "index_k": self._cache(),
-            "new_k": self.make("new_k", (tokens, HEAD_DIM), jnp.float8_e4m3fn),
+            "new_k": self.make("new_k", (tokens, HEAD_DIM), self.geometry.index_dtype),
             "slot_mapping": self._int32("slot_mapping", tokens),
         }
 
     def _queries(self, name: str, tokens: int) -> Any:
-        return self.make(name, (tokens, NUM_HEADS, HEAD_DIM), jnp.float8_e4m3fn)
+        return self.make(name, (tokens, NUM_HEADS, HEAD_DIM), self.geometry.index_dtype)
 
     def _cache(self) -> Any:
         if self.index_k is None:
             return None
-        return self.make("index_k", self.index_k, jnp.float8_e4m3fn)
+        return self.make("index_k", self.index_k, self.geometry.index_dtype)
 
     def _plane(self, name: str, tokens: int) -> Any:
         return self.make(name, (tokens, NUM_HEADS, self.geometry.score_columns), jnp.float32)

@@ -35,7 +35,10 @@ OLD_SCORE = 7.5  # what score buffers, outputs and carriers hold before a call
 OLD_WORD = -77
 SPARE_ROWS = 3  # rows that buffers have beyond the tokens of a call
 GARBAGE = np.array([-1, -(2**31), 2**31 - 1, 10**6], np.int32)
-POISON = np.array([0x7E, 0xFE, 0x7F, 0xFF], np.uint8)  # 448, -448, NaN, -NaN
+POISON = {  # codes of the largest numbers, then of NaN, either sign each
+    "float8_e4m3fn": np.array([0x7E, 0xFE, 0x7F, 0xFF], np.uint8),
+    "bfloat16": np.array([0x7F80, 0xFF80, 0x7FC0, 0xFF81], np.uint16),
+}
 GROUPS = [(2, 128), (2, 256), (4, 128), (4, 256)]  # (world size, page size)
 
 
@@ -67,32 +70,36 @@ def make_mesh(world_size: int) -> Mesh:
 # ---- inputs ----
 
 
-def small_queries(rng: np.random.Generator, tokens: int) -> Array:
-    """Bytes [tokens, 4, 128] of integers of at most 3."""
-    return oracle.e4m3_encode(rng.integers(-3, 4, (tokens, 4, 128)))
+def small_queries(
+    rng: np.random.Generator, tokens: int, index_dtype: str = "float8_e4m3fn"
+) -> Array:
+    """Codes [tokens, 4, 128] of integers of at most 3."""
+    return oracle.encode(rng.integers(-3, 4, (tokens, 4, 128)), index_dtype)
 
 
-def small_keys(rng: np.random.Generator, *shape: int) -> Array:
-    """Bytes [*shape, 128] of integers of at most 4; a few keys have a NaN."""
-    keys = oracle.e4m3_encode(rng.integers(-4, 5, (*shape, 128)))
-    keys[rng.random(shape) < 0.02, 5] = 0xFF
+def small_keys(rng: np.random.Generator, *shape: int, index_dtype: str = "float8_e4m3fn") -> Array:
+    """Codes [*shape, 128] of integers of at most 4; a few keys have a NaN."""
+    keys = oracle.encode(rng.integers(-4, 5, (*shape, 128)), index_dtype)
+    keys[rng.random(shape) < 0.02, 5] = POISON[index_dtype][3]
     return keys
 
 
 class Cache(NamedTuple):
     """The whole index-key cache of some requests."""
 
-    keys: Array  # uint8 [pages, P, 128]
+    keys: Array  # codes [pages, P, 128]
     table: Array  # int32 [B, width]
 
 
 def paged(requests: list[Array], page_size: int, pages: int, width: int, seed: int = 0) -> Cache:
     """Scatters each request's keys [length, 128] over pages of its own; all else is poison."""
     rng = np.random.default_rng(seed)
-    # Rows of +-448, which win against any small integers, and rows of NaN.
-    cache = rng.choice(POISON[:2], (pages, page_size, 128))
+    is_wide = any(keys.dtype == np.uint16 for keys in requests)
+    poison = POISON["bfloat16" if is_wide else "float8_e4m3fn"]
+    # Rows that win against any small integers, and rows of NaN.
+    cache = rng.choice(poison[:2], (pages, page_size, 128))
     is_nan = rng.random((pages, page_size)) < 0.25
-    cache[is_nan] = rng.choice(POISON[2:], (is_nan.sum(), 128))
+    cache[is_nan] = rng.choice(poison[2:], (is_nan.sum(), 128))
     table = rng.choice(GARBAGE, (len(requests), width))
     free = rng.permutation(pages)
     for b, keys in enumerate(requests):
@@ -113,7 +120,7 @@ class Case:
     Told apart by identity, so that the oracle works each answer out once.
     """
 
-    query: Array  # uint8 [T, 4, 128]
+    query: Array  # codes [T, 4, 128]
     counts: Array  # int32 [T], the visible blocks
 
     def scores(self, columns: int, shard: oracle.Shard) -> oracle.ScorePlane:
@@ -169,7 +176,7 @@ def _answer(case: Case, plan: MSAIcpIndexerPlan) -> Array:
 class Decode(Case):
     """One decode step."""
 
-    query: Array  # uint8 [B Q, 4, 128]
+    query: Array  # codes [B Q, 4, 128]
     cache: Cache
     seq_lens: Array  # int32 [B]
     query_len: int
@@ -196,12 +203,14 @@ def random_decode(
     pages: int = 64,
     width: int = 36,
     seed: int = 0,
+    index_dtype: str = "float8_e4m3fn",
 ) -> Decode:
     rng = np.random.default_rng(seed)
     lengths = np.asarray(seq_lens, np.int32)
-    keys = [small_keys(rng, min(max(n, 0), width * page_size)) for n in seq_lens]
+    held = [min(max(n, 0), width * page_size) for n in seq_lens]
+    keys = [small_keys(rng, n, index_dtype=index_dtype) for n in held]
     return Decode(
-        small_queries(rng, len(seq_lens) * query_len),
+        small_queries(rng, len(seq_lens) * query_len, index_dtype),
         paged(keys, page_size, pages, width, seed),
         lengths,
         query_len,
@@ -213,7 +222,7 @@ def random_decode(
 class Prefill(Case):
     """One prefill window."""
 
-    query: Array  # uint8 [T, 4, 128]
+    query: Array  # codes [T, 4, 128]
     cache: Cache
     qo_lens: Array  # int32 [B]
     kv_lens: Array
@@ -241,13 +250,15 @@ def random_prefill(
     pages: int = 64,
     width: int = 36,
     seed: int = 0,
+    index_dtype: str = "float8_e4m3fn",
 ) -> Prefill:
     """Segments (query tokens, position of the first, keys); rows behind them are padding."""
     rng = np.random.default_rng(seed)
     qo, offset, kv = (np.array(column, np.int32) for column in zip(*segments, strict=True))
-    keys = [small_keys(rng, min(max(n, 0), width * page_size)) for n in kv.tolist()]
+    held = [min(max(n, 0), width * page_size) for n in kv.tolist()]
+    keys = [small_keys(rng, n, index_dtype=index_dtype) for n in held]
     return Prefill(
-        small_queries(rng, tokens),
+        small_queries(rng, tokens, index_dtype),
         paged(keys, page_size, pages, width, seed),
         qo,
         kv,
@@ -293,9 +304,12 @@ class Ranks(NamedTuple):
             whole = np.concatenate(list(whole), axis=tuple(spec).index(AXIS))
         return whole
 
-    def put_bytes(self, value: Array, spec: P = ALL) -> jax.Array:
-        """Raw e4m3 bytes as a float8 array."""
-        return self.put(value.view(ml_dtypes.float8_e4m3fn), spec)
+    def put_codes(self, value: Array, spec: P = ALL) -> jax.Array:
+        """Codes as a float8 or bfloat16 array."""
+        is_wide = value.dtype == np.uint16
+        return self.put(
+            value.view(ml_dtypes.bfloat16 if is_wide else ml_dtypes.float8_e4m3fn), spec
+        )
 
     def put_comm(self, comm: dict[str, Array]) -> MSAIcpComm:
         """The storage of all ranks from global numpy arrays."""
@@ -323,8 +337,8 @@ class Ranks(NamedTuple):
         rows = len(case.query) + spare
         columns = geometry.world_size * geometry.score_columns
         return [
-            self.put_bytes(case.query),
-            self.put_bytes(case.cache.keys, INDEX_K),
+            self.put_codes(case.query),
+            self.put_codes(case.cache.keys, INDEX_K),
             self.put(case.cache.table),
             self.put(case.seq_lens),
             self.put(case.counts),
@@ -366,8 +380,8 @@ class Ranks(NamedTuple):
         rows = len(case.query) + spare
         columns = geometry.world_size * geometry.score_columns
         return [
-            self.put_bytes(case.query),
-            self.put_bytes(case.cache.keys, INDEX_K),
+            self.put_codes(case.query),
+            self.put_codes(case.cache.keys, INDEX_K),
             self.put(case.cache.table),
             self.window_plan(case),
             self.put(np.full((rows, 4, columns), OLD_SCORE, np.float32), SCORES),

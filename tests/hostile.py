@@ -25,6 +25,7 @@ from msa_icp_jax import MSAIcpIndexerPlan
 
 Array = npt.NDArray[Any]
 
+INDEX_DTYPE = pytest.mark.parametrize("index_dtype", ["float8_e4m3fn", "bfloat16"])
 FUSED = pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 GROUP = pytest.mark.parametrize(("world_size", "page_size"), chains.GROUPS)
 
@@ -56,19 +57,20 @@ def vector(draw: Any, values: st.SearchStrategy[int], *shape: int) -> Array:
     return np.array(drawn, np.int64).astype(np.int32).reshape(shape)
 
 
-def cache(page_size: int, pages: int) -> Array:
+def cache(page_size: int, pages: int, index_dtype: str) -> Array:
     """Keys of every page, each live for some request: integers, NaN, and rows that would win."""
     rng = np.random.default_rng(5)
-    keys = chains.small_keys(rng, pages, page_size)
-    keys[rng.random((pages, page_size)) < 0.03] = 0x7F
-    keys[rng.random((pages, page_size)) < 0.03] = 0xFE
+    _, least, nan, _ = chains.POISON[index_dtype]
+    keys = chains.small_keys(rng, pages, page_size, index_dtype=index_dtype)
+    keys[rng.random((pages, page_size)) < 0.03] = nan
+    keys[rng.random((pages, page_size)) < 0.03] = least
     return keys
 
 
-def queries(tokens: int) -> Array:
+def queries(tokens: int, index_dtype: str) -> Array:
     """Small integers; the last token is all NaN, which must stay its own affair."""
-    made = chains.small_queries(np.random.default_rng(6), tokens)
-    made[-1] = 0xFF
+    made = chains.small_queries(np.random.default_rng(6), tokens, index_dtype)
+    made[-1] = chains.POISON[index_dtype][3]
     return made
 
 
@@ -77,12 +79,13 @@ def decode_case(
 ) -> Decode:
     """A decode step of hostile lengths and tables, with the counts that belong to the lengths."""
     geometry = plan.geometry
-    keys = cache(geometry.page_size, pages)
+    keys = cache(geometry.page_size, pages, geometry.index_dtype)
     lengths = vector(draw, near(-2, geometry.max_model_len), requests)
     table = vector(draw, near(-1, pages), requests, width)
     blocks = geometry.score_columns * geometry.index_scale
     counts = np.minimum(oracle.decode_num_valid_pages(lengths, query_len), blocks)
-    return Decode(queries(requests * query_len), Cache(keys, table), lengths, query_len, counts)
+    made = queries(requests * query_len, geometry.index_dtype)
+    return Decode(made, Cache(keys, table), lengths, query_len, counts)
 
 
 def prefill_case(
@@ -98,8 +101,8 @@ def prefill_case(
     blocks = geometry.score_columns * geometry.index_scale
     counts = oracle.prefill_num_valid_pages(qo_lens, offsets, tokens)
     return Prefill(
-        queries(tokens),
-        Cache(cache(geometry.page_size, pages), table),
+        queries(tokens, geometry.index_dtype),
+        Cache(cache(geometry.page_size, pages, geometry.index_dtype), table),
         qo_lens,
         kv_lens,
         offsets,

@@ -46,9 +46,9 @@ COMPOUND = Layout(4, 128, row_offset=8, pitch=48)
 COMPOUND_WIDE = Layout(4, 256, row_offset=0, pitch=352)
 
 
-def fp8(codes: Array) -> jax.Array:
-    """A float8_e4m3fn array of these bytes."""
-    return jnp.asarray(codes.view(jnp.float8_e4m3fn))
+def index_array(codes: Array) -> jax.Array:
+    """A float8_e4m3fn array of these codes, or a bfloat16 one where they are 16 bits wide."""
+    return jnp.asarray(codes.view(jnp.float8_e4m3fn if codes.dtype == np.uint8 else jnp.bfloat16))
 
 
 def rounding_edges(dtype: Any) -> Array:
@@ -66,19 +66,24 @@ def rounding_edges(dtype: Any) -> Array:
     return np.concatenate([edges, *around, special, -special[-1:]])
 
 
-def integer_queries(rng: np.random.Generator, tokens: int) -> Array:
+def integer_queries(
+    rng: np.random.Generator, tokens: int, index_dtype: str = "float8_e4m3fn"
+) -> Array:
     """[tokens, 4, 128] integers of at most 3; one head is all -0.0, so that its scores are zero."""
-    queries = oracle.e4m3_encode(rng.integers(-3, 4, (tokens, 4, 128)))
-    queries[:1, 1] = 0x80
+    queries = oracle.encode(rng.integers(-3, 4, (tokens, 4, 128)), index_dtype)
+    queries[:1, 1] = 1 << (8 * queries.itemsize - 1)
     return queries
 
 
-def integer_keys(rng: np.random.Generator, pages: int, rows: int) -> Array:
+def integer_keys(
+    rng: np.random.Generator, pages: int, rows: int, index_dtype: str = "float8_e4m3fn"
+) -> Array:
     """[pages, rows, 128] integers of at most 4, some rows and the whole last page NaN."""
-    keys = oracle.e4m3_encode(rng.integers(-4, 5, (pages, rows, 128)))
-    keys[rng.random((pages, rows)) < 0.05, 5] = 0xFF
-    keys[rng.random((pages, rows)) < 0.05, 77] = 0x7F
-    keys[-1] = 0x7F
+    keys = oracle.encode(rng.integers(-4, 5, (pages, rows, 128)), index_dtype)
+    nan = oracle.NAN[keys.dtype]
+    keys[rng.random((pages, rows)) < 0.05, 5] = nan | 1 << (8 * keys.itemsize - 1)
+    keys[rng.random((pages, rows)) < 0.05, 77] = nan
+    keys[-1] = nan
     return keys
 
 
@@ -86,6 +91,11 @@ def normal_bytes(rng: np.random.Generator, shape: Sequence[int], scale: float = 
     """Normal values, rounded to e4m3fn."""
     values = (rng.normal(size=shape) * scale).astype(np.float32)
     return values.astype(jnp.float8_e4m3fn).view(np.uint8)
+
+
+def normal_bfloat16(rng: np.random.Generator, shape: Sequence[int]) -> Array:
+    """Normal values, rounded to bfloat16: uint16 codes."""
+    return rng.normal(size=shape).astype(np.float32).astype(jnp.bfloat16).view(np.uint16)
 
 
 def two_scale_bytes(rng: np.random.Generator, shape: Sequence[int]) -> Array:

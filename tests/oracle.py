@@ -1,8 +1,9 @@
 """The reference every test compares with: the indexer's contract in plain numpy.
 
 It is written from the contract alone and shares no code with the package. Keys and queries are raw
-e4m3fn bytes, scores are float64: a sum of 128 products of two e4m3 values is exact in float64.
-Read it top to bottom: bytes, caches and shards, scores, selection, rows, merge, whole answers,
+codes of e4m3fn (uint8) or bfloat16 (uint16), scores are float64: a sum of 128 products of two e4m3
+values is exact in float64, one of bfloat16 values as good as exact.
+Read it top to bottom: codes, caches and shards, scores, selection, rows, merge, whole answers,
 checks.
 
 Letters in shapes: W ranks, r one rank, P positions of a page, R = P / W rows of a page on one rank,
@@ -36,7 +37,7 @@ _TOKENS_PER_STEP = 64
 _KEYS_PER_STEP = 8192
 
 
-# ---- float8_e4m3fn ----
+# ---- float8_e4m3fn, bfloat16 ----
 
 
 def _e4m3_value(byte: int) -> float:
@@ -50,20 +51,35 @@ def _e4m3_value(byte: int) -> float:
     return sign * (1 + fraction / 8) * 2.0 ** (exponent - 7)
 
 
+NAN = {np.dtype(np.uint8): 0x7F, np.dtype(np.uint16): 0x7FC0}  # by the type of the codes
 E4M3_VALUES = np.array([_e4m3_value(byte) for byte in range(256)], np.float64)
 
 
-def as_bytes(x: npt.ArrayLike) -> Array:
-    """The raw bytes of a uint8 or float8 array, without a copy."""
+def as_codes(x: npt.ArrayLike) -> Array:
+    """The codes of float8 (uint8) or bfloat16 (uint16) elements, without a copy."""
     x = np.asarray(x)
-    if x.dtype.itemsize != 1:
-        raise TypeError(f"expected one-byte elements, got {x.dtype}")
-    return x.view(np.uint8)
+    if x.dtype.itemsize not in (1, 2):
+        raise TypeError(f"expected float8 or bfloat16 elements, got {x.dtype}")
+    return x.view(np.uint8 if x.dtype.itemsize == 1 else np.uint16)
 
 
-def e4m3_decode(x: npt.ArrayLike) -> Array:
-    """float64 values of e4m3fn bytes."""
-    return E4M3_VALUES[as_bytes(x)]
+def decode(x: npt.ArrayLike) -> Array:
+    """float64 values of e4m3fn or bfloat16 codes."""
+    codes = as_codes(x)
+    if codes.dtype == np.uint8:
+        return E4M3_VALUES[codes]
+    with np.errstate(invalid="ignore"):  # a NaN may be a signalling one
+        return (codes.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def encode(values: npt.ArrayLike, index_dtype: str) -> Array:
+    """Codes of values that the dtype holds exactly; any other value raises."""
+    if index_dtype == "float8_e4m3fn":
+        return e4m3_encode(values)
+    bits = np.asarray(values, np.float32).view(np.uint32)
+    if (bits & 0xFFFF).any() or not np.array_equal(bits.view(np.float32), values, equal_nan=True):
+        raise ValueError("a value has no exact bfloat16 form")
+    return (bits >> 16).astype(np.uint16)
 
 
 def e4m3_encode(values: npt.ArrayLike) -> Array:
@@ -124,13 +140,14 @@ def shard_cache(cache: Array, world_size: int) -> Array:
     return np.ascontiguousarray(parts.swapaxes(0, 1))
 
 
-def compound_cache(index_k: Array, pitch_rows: int, row_offset: int, filler: int = 0x7F) -> Array:
-    """Lays [pages, R, 128] into pages of pitch_rows rows; the rest holds filler bytes (NaN)."""
+def compound_cache(index_k: Array, pitch_rows: int, row_offset: int) -> Array:
+    """Lays [pages, R, 128] into pages of pitch_rows rows; the rest is NaN."""
     pages, rows, dim = index_k.shape
     if row_offset + rows > pitch_rows:
         raise ValueError("the rows do not fit into the pitch")
-    base = np.full((pages, pitch_rows, dim), filler, np.uint8)
-    base[:, row_offset : row_offset + rows] = as_bytes(index_k)
+    codes = as_codes(index_k)
+    base = np.full((pages, pitch_rows, dim), NAN[codes.dtype], codes.dtype)
+    base[:, row_offset : row_offset + rows] = codes
     return base.view(index_k.dtype)
 
 
@@ -139,11 +156,11 @@ def page_keys(index_k: Array, pages: Array, shard: Shard) -> tuple[Array, Array]
 
     A page id outside the cache reads nothing; its keys come back as zeros and not in range.
     """
-    index_k = as_bytes(index_k)
+    index_k = as_codes(index_k)
     rows = slice(shard.row_offset, shard.row_offset + shard.rows)
     in_range = (pages >= 0) & (pages < len(index_k))
     keys = np.zeros((len(pages), shard.rows, HEAD_DIM))
-    keys[in_range] = e4m3_decode(index_k[pages[in_range], rows])
+    keys[in_range] = decode(index_k[pages[in_range], rows])
     return keys, in_range
 
 
@@ -268,7 +285,7 @@ def _score(
     for t in range(0, len(positions), _TOKENS_PER_STEP):
         at = positions[t : t + _TOKENS_PER_STEP]
         tokens = slice(rows.start + t, rows.start + t + len(at))
-        query = e4m3_decode(index_q[tokens])
+        query = decode(index_q[tokens])
         reach = min(len(pages), max(int(at[-1]) // shard.page_size + 1, 0))
         for first in range(0, reach, pages_per_step):
             cols = slice(first, min(first + pages_per_step, reach))
@@ -314,7 +331,7 @@ def decode_plane(
     [B, width]. Token j of a request sits at seq_len - Q + j. Written: the columns of
     ceil(seq_len / P) pages rounded up to a multiple of four.
     """
-    query, cache, table = as_bytes(index_q), as_bytes(index_k), np.asarray(block_table)
+    query, cache, table = as_codes(index_q), as_codes(index_k), np.asarray(block_table)
     requests = list(_decode_requests(seq_lens, decode_query_len))
     plane = _empty_plane(len(requests) * decode_query_len, columns, written=False)
     for b, (length, rows, positions) in enumerate(requests):
@@ -344,7 +361,7 @@ def prefill_plane(
     columns of all T rows; without, the pages that the token's causal prefix reaches, so nothing of
     a padding row.
     """
-    query, cache, table = as_bytes(index_q), as_bytes(index_k), np.asarray(block_table)
+    query, cache, table = as_codes(index_q), as_codes(index_k), np.asarray(block_table)
     plane = _empty_plane(len(query), columns, written=initialize)
     segments = _prefill_segments(qo_segment_lens, qo_offset, len(query))
     for b, ((rows, positions), length) in enumerate(
@@ -574,7 +591,7 @@ def _withhold(output: Array, failed: Array) -> Array:
 
 def _as_blocks(cache: npt.ArrayLike, block_table: npt.ArrayLike) -> tuple[Array, Array]:
     """Whole cache [pages, P, 128] and its table as pages of one block each."""
-    cache, table = as_bytes(cache), np.asarray(block_table, np.int64)
+    cache, table = as_codes(cache), np.asarray(block_table, np.int64)
     per_page = cache.shape[1] // BLOCK
     blocks = table[..., None] * per_page + np.arange(per_page)  # bad ids stay outside the cache
     return cache.reshape(-1, BLOCK, HEAD_DIM), blocks.reshape(len(table), -1)

@@ -300,8 +300,8 @@ def test_nothing_compiles_after_warmup(on_mesh: bool) -> None:
     prefill = ranks.prefill_arrays(window, spare=0)
     writes = [
         (
-            ranks.put_bytes(window.cache.keys, INDEX_K),
-            ranks.put_bytes(np.zeros((tokens, 128), np.uint8)),
+            ranks.put_codes(window.cache.keys, INDEX_K),
+            ranks.put_codes(np.zeros((tokens, 128), np.uint8)),
             ranks.put(np.arange(tokens, dtype=np.int32)),
         )
         for tokens in (2, 3, 4, 6, 160)  # every decode step's tokens and a full window's
@@ -347,7 +347,7 @@ def test_nothing_compiles_after_a_warmup_for_compound_pages(
     arrays = ranks.decode_arrays(case, spare=0)
     shards = oracle.shard_cache(case.cache.keys, 2)
     pages = [oracle.compound_cache(shard, page_rows, row_offset) for shard in shards]
-    arrays[1] = ranks.put_bytes(np.concatenate(pages, axis=1), INDEX_K)
+    arrays[1] = ranks.put_codes(np.concatenate(pages, axis=1), INDEX_K)
     with compile_log() as log:
         program = ranks.plan.decode_program(ranks.mesh, decode_query_len=1)
         output, _ = jax.block_until_ready(program(*arrays))

@@ -102,8 +102,8 @@ class Inputs(NamedTuple):
 
     def arrays(self) -> tuple[jax.Array, ...]:
         return (
-            inputs.fp8(self.queries),
-            inputs.fp8(self.keys),
+            inputs.index_array(self.queries),
+            inputs.index_array(self.keys),
             jnp.asarray(self.table),
             jnp.asarray(self.lens),
         )
@@ -280,7 +280,10 @@ def test_more_query_tokens_than_keys():
 
 
 def test_no_requests():
-    q, k = inputs.fp8(np.zeros((0, 4, 128), np.uint8)), inputs.fp8(np.zeros((3, 64, 128), np.uint8))
+    q, k = (
+        inputs.index_array(np.zeros((0, 4, 128), np.uint8)),
+        inputs.index_array(np.zeros((3, 64, 128), np.uint8)),
+    )
     table, lens = jnp.zeros((0, 4), jnp.int32), jnp.zeros(0, jnp.int32)
     before = inputs.any_bits(np.random.default_rng(0), (5, 4, 8))
     after = np.asarray(scorer(W2, 1)(q, k, table, lens, before, jnp.int32(0)))
@@ -302,7 +305,7 @@ def million_key_inputs(page_size: int) -> Inputs:
     layout, columns = Layout(4, page_size), (1 << 20) // page_size
     queries = inputs.integer_queries(rng, len(lens))
     keys = inputs.integer_keys(rng, pages, layout.page_rows)
-    keys[:once] = oracle.e4m3_encode(4 * np.sign(oracle.e4m3_decode(queries[1, 0])))
+    keys[:once] = oracle.e4m3_encode(4 * np.sign(oracle.decode(queries[1, 0])))
     others = inputs.block_table(rng, lens, page_size, columns, pages - once, bad_share=0.01)
     table = np.where((others >= 0) & (others < pages - once), others + once, -1).astype(np.int32)
     table[1, columns - 120 : columns - 120 + once] = np.arange(once)
@@ -344,7 +347,7 @@ def test_a_page_past_two_to_the_31_bytes():
     )
     before = np.zeros((1, 4, 4), np.float32)
     shared = jax.device_put(cache.view(jnp.float8_e4m3fn), may_alias=True)
-    arrays = (inputs.fp8(case.queries), shared, case.table, case.lens)
+    arrays = (inputs.index_array(case.queries), shared, case.table, case.lens)
     after = np.asarray(scorer(layout, 1)(*arrays, before, jnp.int32(2)))
     oracle.check_scores(after, before, reference(case, layout.shard(2), 1, columns=4), eps=0)
     assert after[0, 0, 0] > 0

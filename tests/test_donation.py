@@ -161,7 +161,7 @@ def test_write_index_k(on_mesh: bool) -> None:
     slots = np.array([130, 5, -1, 6 * 128, 2**31 - 1, 767, 64, 63], np.int32)
     new = small_keys(np.random.default_rng(0), len(slots))
     index_k = filled(ranks, (pages, 128, 128), 1.0, jnp.float8_e4m3fn, INDEX_K)
-    arguments = [index_k, ranks.put_bytes(new), ranks.put(slots)]
+    arguments = [index_k, ranks.put_codes(new), ranks.put(slots)]
     (index_k,) = run_donating(
         ranks.plan.write_program(ranks.mesh), arguments, {0: 0}, one_result=True
     )

@@ -80,6 +80,14 @@ def array(dtype: np.dtype, *dims: int | Least | Free) -> Argument:
     return Argument(np.zeros(shape, dtype), wrong)
 
 
+def index_array(*dims: int | Least | Free) -> Argument:
+    """float8 here; the function takes bfloat16 too, and says so."""
+    good, wrong = array(F8, *dims)
+    both = "must be a float8_e4m3fn or bfloat16 array of shape ["
+    one = "must be a float8_e4m3fn array of shape ["
+    return Argument(good, [w._replace(allowed=both) if w.allowed == one else w for w in wrong])
+
+
 def optional_array(dtype: np.dtype, *dims: int | Least | Free) -> Argument:
     return array(dtype, *dims)._replace(good=None)
 
@@ -167,13 +175,17 @@ def rows_refused(rows: int, row_offset: int = 0) -> Wrong:
     return Wrong(value, ValueError, want, got, {"row_offset": row_offset} if row_offset else {})
 
 
-INDEX_K = array(F8, Free(3), Free(ROWS), 128).also(
+INDEX_K = index_array(Free(3), Free(ROWS), 128).also(
     Wrong(np.zeros((0, ROWS, 128), F8), ValueError, ">=1", f"got shape [0, {ROWS}, 128]"),
     *(rows_refused(rows) for rows in (1, 31, 33, 48, 64, 128)),  # another page or world size
     rows_refused(39, row_offset=8),
 )
+# Queries come first in prefill, and in a plan everything has the plan's dtype.
+OTHER_INDEX_K = Argument(
+    INDEX_K.good, [*array(F8, Free(3), Free(ROWS), 128).wrong, *INDEX_K.wrong[3:]]
+)
 # Inside a plan the offset is the plan's, not an argument.
-PLAN_INDEX_K = Argument(INDEX_K.good, [wrong for wrong in INDEX_K.wrong if not wrong.others])
+PLAN_INDEX_K = Argument(INDEX_K.good, [wrong for wrong in OTHER_INDEX_K.wrong if not wrong.others])
 ROW_OFFSET = integer(0, 0, 2**31 - 256).also(
     Wrong(4, ValueError, "must be a multiple of 8", "got 4")
 )
@@ -231,8 +243,8 @@ SHARED_DECODE = {
     "row_offset": ROW_OFFSET,
 }
 SHARED_PREFILL = {
-    "q": array(F8, Least(TOKENS), 4, 128),
-    "k": INDEX_K,
+    "q": index_array(Least(TOKENS), 4, 128),
+    "k": OTHER_INDEX_K,
     "block_table": array(I32, REQUESTS, Least(1)),
     "plan": SCORE_PLAN,
     "rank": scalar(1, WORLD - 1),
@@ -267,6 +279,7 @@ GEOMETRY = {
     "max_model_len": integer(1024, 1, INT_MAX),
     "num_sparse_layers": integer(3, 1, INT_MAX),
     "row_offset": ROW_OFFSET,
+    "index_dtype": choice("float8_e4m3fn", "float8_e4m3fn", "bfloat16"),
 }
 
 FLOATS = "must be an array of dtype float16 or bfloat16 or float32"

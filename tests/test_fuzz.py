@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from chains import Ranks, make_plan
-from hostile import FUSED, GROUP
+from hostile import FUSED, GROUP, INDEX_DTYPE
 
 WIDTH, PAGES = 9, 24
 REQUESTS, QUERY_LEN = 3, 2
@@ -25,20 +25,21 @@ fuzz = hostile.fuzz(examples=8)
 
 
 @functools.cache
-def ranks_of(world_size: int, page_size: int) -> Ranks:
+def ranks_of(world_size: int, page_size: int, index_dtype: str = "float8_e4m3fn") -> Ranks:
     """A table wider than the longest context, whose last column is the plane's last.
 
     Keys past the longest context are cut off by a prefill plan, which the oracle doesn't know of.
     """
     limits = {"max_model_len": 8 * page_size, "max_decode_tokens": 8, "max_num_batched_tokens": 64}
-    return Ranks(make_plan(world_size, page_size, **limits), None)
+    return Ranks(make_plan(world_size, page_size, index_dtype=index_dtype, **limits), None)
 
 
+@INDEX_DTYPE
 @GROUP
 @fuzz
 @hypothesis.given(data=st.data())
-def test_decode(world_size: int, page_size: int, data: Any) -> None:
-    ranks = ranks_of(world_size, page_size)
+def test_decode(world_size: int, page_size: int, index_dtype: str, data: Any) -> None:
+    ranks = ranks_of(world_size, page_size, index_dtype)
     sizes = {"width": WIDTH, "pages": PAGES}
     case = hostile.decode_case(data.draw, ranks.plan, REQUESTS, QUERY_LEN, **sizes)
     chains.check_decoded(ranks.plan, case, ranks.decode(case), fused=False)
@@ -51,12 +52,13 @@ def test_decode(world_size: int, page_size: int, data: Any) -> None:
     assert (output[tokens:] == chains.OLD_WORD).all()
 
 
+@INDEX_DTYPE
 @FUSED
 @GROUP
 @fuzz
 @hypothesis.given(data=st.data())
-def test_prefill(world_size: int, page_size: int, fused: bool, data: Any) -> None:
-    ranks = ranks_of(world_size, page_size)
+def test_prefill(world_size: int, page_size: int, fused: bool, index_dtype: str, data: Any) -> None:
+    ranks = ranks_of(world_size, page_size, index_dtype)
     sizes = {"width": WIDTH, "pages": PAGES}
     case = hostile.prefill_case(data.draw, ranks.plan, SEGMENTS, TOKENS, **sizes)
     chains.check_prefilled(ranks.plan, case, ranks.prefill(case, fused=fused), fused=fused)

@@ -48,19 +48,27 @@ def writer(world_size: int, page_size: int, row_offset: int) -> Any:
 def run(cache: np.ndarray, new: np.ndarray, slots: Any, shard: Shard) -> np.ndarray:
     write = writer(shard.world_size, shard.page_size, shard.row_offset)
     slots = np.asarray(slots, np.int32)
-    after = write(inputs.fp8(cache.copy()), inputs.fp8(new), slots, jnp.int32(shard.rank))
-    return np.asarray(after).view(np.uint8)
+    after = write(
+        inputs.index_array(cache.copy()), inputs.index_array(new), slots, jnp.int32(shard.rank)
+    )
+    return np.asarray(after).view(cache.dtype)
 
 
 def any_bytes(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.integers(0, 256, shape).astype(np.uint8)
 
 
+def any_codes(rng: np.random.Generator, dtype: Any, *shape: int) -> np.ndarray:
+    """Codes of float8 (uint8) or bfloat16 (uint16) numbers."""
+    return rng.integers(0, np.iinfo(dtype).max, shape, dtype, endpoint=True)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16], ids=["float8", "bfloat16"])
 @by_layout
-def test_each_rank_stores_its_own_rows_bit_for_bit(world_size, page_size, row_offset, pitch):
+def test_each_rank_stores_its_own_rows_bit_for_bit(world_size, page_size, row_offset, pitch, dtype):
     rng = np.random.default_rng(0)
     pitch = pitch or page_size // world_size
-    new = any_bytes(rng, TOKENS, 128)  # every byte travels, NaN of both signs included
+    new = any_codes(rng, dtype, TOKENS, 128)  # every code travels, NaN of both signs included
     size = PAGES * page_size
     odd = [-1, -1, -2, -page_size, INT_MIN, size, size + 1, INT_MAX]
     slots = np.array([*rng.choice(size, TOKENS - len(odd), replace=False), *odd])
@@ -68,7 +76,7 @@ def test_each_rank_stores_its_own_rows_bit_for_bit(world_size, page_size, row_of
     stored = 0
     for rank in range(world_size):
         shard = Shard(rank, world_size, page_size, row_offset)
-        cache = any_bytes(rng, PAGES, pitch, 128)
+        cache = any_codes(rng, dtype, PAGES, pitch, 128)
         after = run(cache, new, slots, shard)
         np.testing.assert_array_equal(after, oracle.write_index_k(cache, new, slots, shard))
         stored += (after != cache).any(-1).sum()
@@ -128,7 +136,7 @@ def test_a_static_rank_gives_the_bits_of_a_traced_one():
     cache, new = any_bytes(rng, PAGES, 64, 128), any_bytes(rng, TOKENS, 128)
     slots = rng.choice(PAGES * 128, TOKENS, replace=False).astype(np.int32)
     static = jax.jit(functools.partial(writer(2, 128, 0).__wrapped__, rank=1))
-    after = static(inputs.fp8(cache), inputs.fp8(new), slots)
+    after = static(inputs.index_array(cache), inputs.index_array(new), slots)
     want = run(cache, new, slots, Shard(1, 2, 128))
     np.testing.assert_array_equal(np.asarray(after).view(np.uint8), want)
 

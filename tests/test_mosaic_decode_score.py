@@ -42,13 +42,14 @@ class Case:
     ctas: int
     pitch: int | None = None  # rows of a compound page
     row_offset: int = 0
+    index_dtype: str = "float8_e4m3fn"
 
     @property
     def shard(self) -> oracle.Shard:
         return oracle.Shard(self.rank, self.world_size, self.page_size, self.row_offset)
 
     def keys(self, rng: np.random.Generator) -> np.ndarray:
-        keys = inputs.integer_keys(rng, _PAGES, self.shard.rows)
+        keys = inputs.integer_keys(rng, _PAGES, self.shard.rows, self.index_dtype)
         return keys if self.pitch is None else self.compound(keys)
 
     def compound(self, keys: np.ndarray) -> np.ndarray:
@@ -58,7 +59,7 @@ class Case:
         """Queries, keys, table and score buffer; pages repeat, a fifth of the ids are bad."""
         rng = np.random.default_rng(seed)
         tokens = len(self.lengths) * self.query_len
-        queries = inputs.integer_queries(rng, tokens)
+        queries = inputs.integer_queries(rng, tokens, self.index_dtype)
         table = inputs.block_table(
             rng, self.lengths, self.page_size, self.width, _PAGES, bad_share=0.2
         )
@@ -87,7 +88,12 @@ class Case:
             return kernel(*arrays, rank=rank)
 
         lengths = jnp.asarray(self.lengths, jnp.int32)
-        arrays = (inputs.fp8(queries), inputs.fp8(keys), jnp.asarray(table), lengths)
+        arrays = (
+            inputs.index_array(queries),
+            inputs.index_array(keys),
+            jnp.asarray(table),
+            lengths,
+        )
         return race_free.run(call, jnp.int32(self.rank), *arrays, jnp.asarray(before))
 
 
@@ -106,6 +112,10 @@ CASES = {
     "compound pages": Case((700, 130), 2, 256, 2, 1, 4, 3, ctas=2, pitch=144, row_offset=8),
     "half blocks": Case((700, 1027), 4, 256, 5, rank=3, columns=8, width=5, ctas=2),
 }
+CASES |= {
+    f"bfloat16, {name}": dataclasses.replace(CASES[name], index_dtype="bfloat16")
+    for name in ("late CTAs", "query tokens before position 0", "compound pages", "half blocks")
+}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -115,7 +125,9 @@ def test_integers_are_bit_exact(case):
     oracle.check_scores(actual, before, case.plane(queries, keys, table), eps=0.0)
 
 
-@pytest.mark.parametrize("make", [inputs.normal_bytes, inputs.two_scale_bytes])
+@pytest.mark.parametrize(
+    "make", [inputs.normal_bytes, inputs.two_scale_bytes, inputs.normal_bfloat16]
+)
 def test_sums_are_float32(make):
     rng = np.random.default_rng(3)
     _, _, table, before = RAGGED.arrays()
@@ -203,7 +215,9 @@ def _grid(requests: int, columns: int, rows: int = 32, tokens: int = 1) -> Grid:
 
 def _sizes(requests: int, columns: int, rows: int, tokens: int) -> tuple[Batch, dict[str, Any]]:
     batch = Batch(requests, page_size=128, columns=columns)
-    ring = mma.PageRing(batch, 1024, 1000, rows, 0, rows, stages=2, interpret=False)
+    ring = mma.PageRing(
+        batch, 1024, 1000, rows, 0, rows, np.dtype(jnp.float8_e4m3fn), stages=2, interpret=False
+    )
     scratch = mma.Scorer(ring, tokens, world_size=4).scratch()
     return batch, {**ring.scratch(), **scratch, **batch.scratch()}
 

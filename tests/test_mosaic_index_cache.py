@@ -18,12 +18,13 @@ from msa_icp_jax.ops.index_cache import kernel as write_kernel
 Array = npt.NDArray[Any]
 
 
-def as_fp8(raw: Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(jnp.asarray(raw), jnp.float8_e4m3fn)
+def as_keys(raw: Any) -> jax.Array:
+    dtype = jnp.float8_e4m3fn if raw.dtype == jnp.uint8 else jnp.bfloat16
+    return jax.lax.bitcast_convert_type(jnp.asarray(raw), dtype)
 
 
 def write(index_k: Array, new_k: Array, slots: Array, shard: oracle.Shard, ctas: int) -> Array:
-    """Runs the kernel on raw bytes, the rank traced."""
+    """Runs the kernel on raw codes, the rank traced."""
     kernel = functools.partial(
         write_kernel.write_rows,
         world_size=shard.world_size,
@@ -33,8 +34,8 @@ def write(index_k: Array, new_k: Array, slots: Array, shard: oracle.Shard, ctas:
     )
 
     def call(index_k: jax.Array, new_k: jax.Array, slots: jax.Array, rank: jax.Array) -> jax.Array:
-        written = kernel(as_fp8(index_k), as_fp8(new_k), slots, rank=rank)
-        return jax.lax.bitcast_convert_type(written, jnp.uint8)
+        written = kernel(as_keys(index_k), as_keys(new_k), slots, rank=rank)
+        return jax.lax.bitcast_convert_type(written, index_k.dtype)
 
     return race_free.run(call, index_k, new_k, slots, jnp.int32(shard.rank))
 
@@ -49,12 +50,13 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16], ids=["float8", "bfloat16"])
 @pytest.mark.parametrize(("shard", "pitch", "tokens", "ctas"), CASES)
-def test_owned_rows_are_stored_and_nothing_else(shard, pitch, tokens, ctas):
+def test_owned_rows_are_stored_and_nothing_else(shard, pitch, tokens, ctas, dtype):
     rng = np.random.default_rng(tokens)
-    pages = 5
-    index_k = rng.integers(0, 256, (pages, pitch, 128)).astype(np.uint8)
-    new_k = rng.integers(0, 256, (tokens, 128)).astype(np.uint8)
+    pages, largest = 5, np.iinfo(dtype).max
+    index_k = rng.integers(0, largest, (pages, pitch, 128), dtype, endpoint=True)
+    new_k = rng.integers(0, largest, (tokens, 128), dtype, endpoint=True)
     slots = rng.permutation(pages * shard.page_size)[:tokens].astype(np.int32)
     out_of_range = [-1, -128, -(2**31), pages * shard.page_size, 2**31 - 1]
     slots[1 : 1 + len(out_of_range)] = out_of_range[: max(tokens - 1, 0)]

@@ -562,7 +562,7 @@ def test_compound_pages() -> None:
     base = np.full((4, len(case.cache.keys), 144, 128), 0x7F, np.uint8)
     base[:, :, 72 : 72 + 64] = keys
     whole = np.concatenate(list(base), axis=1)
-    arrays[1] = behind.put_bytes(whole, INDEX_K)
+    arrays[1] = behind.put_codes(whole, INDEX_K)
     output, scores = behind.plan.decode_program(decode_query_len=2)(*arrays)
     want = plain.decode(case)
     np.testing.assert_array_equal(behind.get(output, chains.OUTPUT), want.output)

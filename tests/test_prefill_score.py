@@ -134,7 +134,7 @@ class Inputs(NamedTuple):
     window: Window
 
     def arrays(self) -> tuple[Any, ...]:
-        queries, keys = inputs.fp8(self.queries), inputs.fp8(self.keys)
+        queries, keys = inputs.index_array(self.queries), inputs.index_array(self.keys)
         return queries, keys, jnp.asarray(self.table), self.window.arrays()
 
     def reference(self, shard: Shard, columns: int, **options: Any) -> oracle.ScorePlane:
@@ -252,8 +252,8 @@ def test_no_queries(segments):
     """No segment, or segments of no query: rows are padding."""
     window = Window([0] * segments, [3] * segments, [700] * segments)
     rng = np.random.default_rng(0)
-    queries = inputs.fp8(inputs.integer_queries(rng, TOKENS))
-    keys = inputs.fp8(inputs.integer_keys(rng, PAGES, 32))
+    queries = inputs.index_array(inputs.integer_queries(rng, TOKENS))
+    keys = inputs.index_array(inputs.integer_keys(rng, PAGES, 32))
     arrays = (queries, keys, jnp.zeros((segments, WIDTH), jnp.int32), window.arrays())
     before = inputs.any_bits(rng, (TOKENS + 3, 4, 24))
     kept = np.asarray(scorer(W4, 1.0, False)(*arrays, before, jnp.int32(0)))
@@ -270,8 +270,8 @@ def test_no_queries(segments):
 
 def test_no_rows():
     arrays = (
-        inputs.fp8(np.zeros((0, 4, 128), np.uint8)),
-        inputs.fp8(np.zeros((2, 32, 128), np.uint8)),
+        inputs.index_array(np.zeros((0, 4, 128), np.uint8)),
+        inputs.index_array(np.zeros((2, 32, 128), np.uint8)),
         jnp.zeros((5, 3), jnp.int32),
         Window([0] * 5, [0] * 5, [0] * 5).arrays(),
     )
@@ -360,7 +360,9 @@ def test_decode_and_prefill_agree_bit_for_bit():
     lens = jnp.array([1004, 2504], jnp.int32)
     before = np.full((8, 4, 24), -np.inf, np.float32)
     table = jnp.asarray(case.table[[0, 2]])
-    after = decode(inputs.fp8(case.queries[:8]), inputs.fp8(case.keys), table, lens, before)
+    after = decode(
+        inputs.index_array(case.queries[:8]), inputs.index_array(case.keys), table, lens, before
+    )
     np.testing.assert_array_equal(after, prefill)
 
 
@@ -434,8 +436,8 @@ def test_fused_and_unfused_agree_past_the_limits_of_a_plan(page_size):
         max_query_len=tokens,
         max_seq_len=1024,
     )
-    keys = inputs.fp8(inputs.integer_keys(rng, 40, page_size // 4))
-    query = inputs.fp8(inputs.integer_queries(rng, tokens))
+    keys = inputs.index_array(inputs.integer_keys(rng, 40, page_size // 4))
+    query = inputs.index_array(inputs.integer_queries(rng, tokens))
     table = jnp.asarray(rng.integers(0, 40, (2, 24)), jnp.int32)
     counts = jnp.asarray(rng.integers(0, 60, tokens), jnp.int32).at[3].set(INT_MAX)
     scratch = jnp.full((tokens, *plan.prefill_score_shape()[1:]), 1e9, jnp.float32)

@@ -39,16 +39,17 @@ def tensor(array: Array, device: torch.device = CPU) -> torch.Tensor:
     return torch.tensor(np.ascontiguousarray(array)).to(device)
 
 
-def float8(codes: Array, device: torch.device = CPU) -> torch.Tensor:
-    """A float8_e4m3fn tensor of these bytes."""
-    return tensor(codes, device).view(torch.float8_e4m3fn)
+def index_tensor(codes: Array, device: torch.device = CPU) -> torch.Tensor:
+    """A float8_e4m3fn tensor of these codes, or a bfloat16 one where they are 16 bits wide."""
+    dtype = torch.float8_e4m3fn if codes.dtype == np.uint8 else torch.bfloat16
+    return tensor(codes, device).view(dtype)
 
 
 def strided_keys(
     index_k: Array, pitch: int, row_offset: int, device: torch.device = CPU
 ) -> torch.Tensor:
     """The index keys as a view into pages of `pitch` rows, whose other rows are NaN."""
-    base = float8(oracle.compound_cache(index_k, pitch, row_offset), device)
+    base = index_tensor(oracle.compound_cache(index_k, pitch, row_offset), device)
     return base[:, row_offset : row_offset + index_k.shape[1]]
 
 
@@ -69,9 +70,9 @@ def decode_step(plan: MSAIcpIndexerPlan, case: Decode, index_k: torch.Tensor | N
     rows = len(case.query) + SPARE_ROWS
     if index_k is None:
         keys = oracle.shard_cache(case.cache.keys, geometry.world_size)[plan.rank]
-        index_k = float8(keys, device)
+        index_k = index_tensor(keys, device)
     return Step(
-        float8(case.query, device),
+        index_tensor(case.query, device),
         index_k,
         tensor(case.cache.table, device),
         tensor(case.seq_lens, device),
@@ -104,8 +105,8 @@ def prefill_window(plan: MSAIcpIndexerPlan, case: Prefill) -> Window:
         return torch.full(shape, OLD_WORD, dtype=torch.int32, device=device)
 
     return Window(
-        float8(case.query, device),
-        float8(keys, device),
+        index_tensor(case.query, device),
+        index_tensor(keys, device),
         tensor(case.cache.table, device),
         tuple(tensor(x, device) for x in (case.qo_lens, case.kv_lens, case.qo_offset)),
         tensor(case.counts, device),

@@ -13,7 +13,7 @@ from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, TOPK, check_query_len
 from msa_icp_torch import pages
 from msa_icp_torch.bridge import check_tensor
 
-FLOAT8 = torch.float8_e4m3fn
+INDEX_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "bfloat16": torch.bfloat16}
 _POOL_ALIGNMENT = 16  # bytes: of what a kernel stores together
 
 
@@ -23,6 +23,7 @@ class Arguments:
     def __init__(self, geometry: IndexerGeometry, device: torch.device) -> None:
         self.geometry = geometry
         self.device = device
+        self.index_dtype = INDEX_DTYPES[geometry.index_dtype]
 
     def tensor(
         self, name: str, value: Any, dtype: torch.dtype, *shape: int | AtLeast | None
@@ -47,7 +48,7 @@ class Arguments:
         checks.integer("block_table.shape[0] (requests)", requests, 0, limits.max_num_seqs)
         tokens = requests * query_len
         checks.integer("T = requests * decode_query_len", tokens, 0, limits.max_decode_tokens)
-        self.tensor("index_q", index_q, FLOAT8, tokens, NUM_HEADS, HEAD_DIM)
+        self.tensor("index_q", index_q, self.index_dtype, tokens, NUM_HEADS, HEAD_DIM)
         self.index_k(index_k)
         self.tensor("seq_lens", seq_lens, torch.int32, requests)
         self.tensor("num_valid_pages", num_valid_pages, torch.int32, tokens)
@@ -100,15 +101,16 @@ class Arguments:
             raise TypeError(
                 f"window_plan must be an MSAIcpScorePlan, got {type(window_plan).__name__}"
             )
-        self.tensor("query", query, FLOAT8, AtLeast(window_plan.total_q), NUM_HEADS, HEAD_DIM)
+        row = (NUM_HEADS, HEAD_DIM)
+        self.tensor("query", query, self.index_dtype, AtLeast(window_plan.total_q), *row)
         tokens = query.shape[0]
         checks.integer("query.shape[0]", tokens, 0, self.geometry.max_num_batched_tokens)
         self.index_k(index_k)
         segments = window_plan.num_segments
         self.tensor("block_table", block_table, torch.int32, segments, AtLeast(1))
         self.tensor("num_valid_pages", num_valid_pages, torch.int32, tokens)
-        row = (AtLeast(tokens), rows.ROW_WORDS)
-        self.tensor("carrier_view", carrier_view, torch.int32, NUM_HEADS, *row)
+        size = (NUM_HEADS, AtLeast(tokens), rows.ROW_WORDS)
+        self.tensor("carrier_view", carrier_view, torch.int32, *size)
         return tokens
 
     def merge(self, received: Any, num_valid_pages: Any, output: Any) -> int:
@@ -129,7 +131,7 @@ class Arguments:
     def index_k(self, index_k: Any) -> None:
         """Raises unless JAX can address this rank's index keys."""
         shape = (AtLeast(1), self.geometry.rows_per_page, HEAD_DIM)
-        check_tensor("index_k", index_k, FLOAT8, self.device, *shape, contiguous=False)
+        check_tensor("index_k", index_k, self.index_dtype, self.device, *shape, contiguous=False)
         pages.base_of(index_k)
 
     def output(self, output: Any, tokens: int) -> None:

@@ -30,6 +30,7 @@ _JAX_DTYPES = {
     torch.int32: np.dtype(np.int32),
     torch.float32: np.dtype(np.float32),
     torch.float8_e4m3fn: np.dtype(jax.numpy.float8_e4m3fn),
+    torch.bfloat16: np.dtype(jax.numpy.bfloat16),
 }
 
 

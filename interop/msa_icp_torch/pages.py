@@ -13,14 +13,16 @@ from msa_icp_jax.geometry import HEAD_DIM, MIX_UP_ROWS, ROW_STEP
 
 
 def base_of(index_k: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The contiguous pages [pages, pitch / 128, 128] around `index_k`, and its first row in them.
+    """The contiguous pages of whole rows around `index_k`, and its first row in them.
 
     Args:
-      index_k: float8_e4m3fn [pages, R, 128], contiguous or a view with a larger page stride.
+      index_k: float8_e4m3fn or bfloat16 [pages, R, 128], contiguous or a view with a larger page
+        stride.
 
     Raises:
-      ValueError: the strides are not those of whole rows at a pitch of a multiple of 128 bytes, or
-        the view cannot be placed at a multiple of 8 rows inside its storage.
+      ValueError: the strides are not those of whole rows at a pitch of a multiple of a row (128
+        bytes, bfloat16: 256), or the view cannot be placed at a multiple of 8 rows inside its
+        storage.
     """
     if index_k.is_contiguous():
         return index_k, 0
@@ -31,9 +33,10 @@ def base_of(index_k: torch.Tensor) -> tuple[torch.Tensor, int]:
             f"index_k must have strides (pitch, {HEAD_DIM}, 1), got {tuple(index_k.stride())}"
         )
     if pitch % HEAD_DIM or pitch < rows * HEAD_DIM:
+        row_bytes = HEAD_DIM * index_k.element_size()
         raise ValueError(
-            f"index_k must have a page pitch that is a multiple of {HEAD_DIM} bytes and at least "
-            f"{rows * HEAD_DIM}, got a pitch of {pitch} bytes"
+            f"index_k must have a page pitch that is a multiple of {row_bytes} bytes and at least "
+            f"{rows * row_bytes}, got a pitch of {pitch * index_k.element_size()} bytes"
         )
     pitch_rows = pitch // HEAD_DIM
     row_offset = _row_offset(index_k, pages, rows, pitch_rows)
@@ -52,7 +55,8 @@ def _row_offset(index_k: torch.Tensor, pages: int, rows: int, pitch_rows: int) -
     after the other in one storage then share it, and with it one executable. Elsewhere it is the
     smallest that fits.
     """
-    start, size = int(index_k.storage_offset()), index_k.untyped_storage().nbytes()
+    element = index_k.element_size()
+    start, size = int(index_k.storage_offset()), index_k.untyped_storage().nbytes() // element
     step, pitch = ROW_STEP * HEAD_DIM, pitch_rows * HEAD_DIM
     past_storage = max(0, start + pages * pitch - size)
     for begin in (start % pitch, -(-past_storage // step) * step, step):
@@ -61,7 +65,7 @@ def _row_offset(index_k: torch.Tensor, pages: int, rows: int, pitch_rows: int) -
         if begin % step == 0 and inside and (row_offset or pitch_rows > MIX_UP_ROWS):
             return row_offset
     raise ValueError(
-        f"index_k must start at a multiple of {ROW_STEP} rows ({step} bytes) inside pages of "
-        f"its storage, and not at row 0 of pages of at most {MIX_UP_ROWS} rows, got byte {start} "
-        f"of {size} and pages of {pitch_rows} rows"
+        f"index_k must start at a multiple of {ROW_STEP} rows ({step * element} bytes) inside "
+        f"pages of its storage, and not at row 0 of pages of at most {MIX_UP_ROWS} rows, got byte "
+        f"{start * element} of {size * element} and pages of {pitch_rows} rows"
     )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import msa_icp_jax
 from msa_icp_jax import IndexerGeometry, MSAIcpScorePlan, checks
-from msa_icp_jax.geometry import MAX_INT32, NUM_SLOTS
+from msa_icp_jax.geometry import MAX_INT32, NUM_SLOTS, check_index_dtype
 from msa_icp_torch import exchange
 from msa_icp_torch.arguments import Arguments
 from msa_icp_torch.bridge import Bridge, check_apart, is_capturing, with_index
@@ -43,6 +43,7 @@ def prepare_msa_icp_indexer(
     route: str = "auto",
     group: dist.ProcessGroup | None = None,
     spin_limit: int = SPIN_LIMIT,
+    index_dtype: str = "float8_e4m3fn",
 ) -> MSAIcpIndexerPlan:
     """Plans the MiniMax-M3 index branch for one rank of an indexer context parallel group.
 
@@ -59,6 +60,8 @@ def prepare_msa_icp_indexer(
         else dlpack; a Hopper GPU that has to do without warns once).
       group: the process group of the exchange; None is the default group.
       spin_limit: looks at a row before a wait of the one-sided transport gives up, >= 1.
+      index_dtype: of index keys and queries, "float8_e4m3fn" or "bfloat16"; for the latter the
+        prefill scorer has no Mosaic kernel yet, so there is no direct route.
 
     Raises:
       TypeError, ValueError: an argument is outside its range.
@@ -69,7 +72,7 @@ def prepare_msa_icp_indexer(
     exchange.check_kind(group)
     device = with_index(device)
     bridge = None
-    if choose_route(route, backend, device) == "direct":
+    if choose_route(route, backend, device, check_index_dtype(index_dtype)) == "direct":
         backend = "mosaic"
     else:
         bridge = Bridge(device)
@@ -89,6 +92,7 @@ def prepare_msa_icp_indexer(
         device=None if bridge is None else bridge.jax_device,
         backend=backend,
         precision=precision,
+        index_dtype=index_dtype,
     )
     if bridge is None:
         chosen = direct_route(plan, device, group, spin_limit)
@@ -172,8 +176,8 @@ class MSAIcpIndexerPlan:
         Every rank of the group must call with the same number of tokens and the same `tagged`.
 
         Args:
-          index_q: float8_e4m3fn [T, 4, 128], T = B * decode_query_len, the same on every rank.
-          index_k: float8_e4m3fn [pages, R, 128], this rank's rows; a view into wider pages may have
+          index_q: index_dtype [T, 4, 128], T = B * decode_query_len, the same on every rank.
+          index_k: index_dtype [pages, R, 128], this rank's rows; a view into wider pages may have
             a page stride of a larger multiple of 128 bytes.
           block_table: int32 [B, width].
           seq_lens: int32 [B], keys of each request; 0 for graph padding.
@@ -273,7 +277,7 @@ class MSAIcpIndexerPlan:
         """Scores a window against this rank's keys and keeps every query's local Top16.
 
         Args:
-          query: float8_e4m3fn [T, 4, 128], the same on every rank.
+          query: index_dtype [T, 4, 128], the same on every rank.
           index_k: as in `decode`.
           block_table: int32 [B, width].
           window_plan: from `prefill_window_plan`, total_q <= T.

@@ -9,28 +9,36 @@ from typing import Any
 import torch
 
 from msa_icp_jax import checks
-from msa_icp_jax.backend import BACKENDS
+from msa_icp_jax.backend import BACKENDS, PREFILL_KERNEL_DTYPES
 from msa_icp_torch.bridge import is_rocm
 from msa_icp_torch.calls import Route
 
 ROUTES = ("auto", "dlpack", "direct")
 
 
-def choose_route(route: str, backend: str, device: torch.device) -> str:
+def choose_route(
+    route: str, backend: str, device: torch.device, index_dtype: str = "float8_e4m3fn"
+) -> str:
     """Returns "direct" or "dlpack" for "auto", "dlpack" or "direct".
 
     Raises:
       ValueError: `route` or `backend` is none of its three, or direct is asked of another backend
-        or device.
+        or device, or for index keys that there are no kernels for.
       RuntimeError: direct is asked where JAX's CUDA plugin is not as expected.
     """
     checks.one_of("route", route, ROUTES)
     checks.one_of("backend", backend, BACKENDS)
-    may_be_direct = backend != "xla" and device.type == "cuda"
+    has_kernels = index_dtype in PREFILL_KERNEL_DTYPES
+    may_be_direct = backend != "xla" and device.type == "cuda" and has_kernels
     if route == "dlpack" or (route == "auto" and not may_be_direct):
         return "dlpack"
     if backend == "xla":
         raise ValueError('route must be "auto" or "dlpack" where backend is "xla", got "direct"')
+    if not has_kernels:
+        raise ValueError(
+            f'route must be "auto" or "dlpack" where index_dtype is "{index_dtype}" (the kernels '
+            f'take {" or ".join(PREFILL_KERNEL_DTYPES)}), got "direct"'
+        )
     if not _is_hopper(device):
         if route == "auto":
             return "dlpack"

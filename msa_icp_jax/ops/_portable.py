@@ -28,8 +28,9 @@ class Tuning:
 
     Attributes:
       operand: dtype of the products' operands. Each holds every float8_e4m3fn value, and sums are
-        float32, so that products are exact with all of them.
-      unit: unsigned integers that pages are gathered as.
+        float32, so that products are exact with all of them. bfloat16 keys are multiplied as they
+        are where this is a 16-bit dtype.
+      unit: unsigned integers that pages are gathered as, at least as wide as a number.
       key_rows: key rows that one scoring step gathers.
       tile_tokens: query tokens of a prefill tile.
     """
@@ -69,7 +70,8 @@ class Shard(NamedTuple):
     """One rank's share of the paged index-key cache.
 
     Attributes:
-      index_k: float8_e4m3fn [pages, rows, 128]; this rank's rows of a page start at `row_offset`.
+      index_k: float8_e4m3fn or bfloat16 [pages, rows, 128]; this rank's rows of a page start at
+        `row_offset`.
       rank: int or traced int32 scalar.
       world_size: 2 or 4.
       page_size: 128 or 256.
@@ -98,7 +100,8 @@ def columns_per_step(shard: Shard, groups: int, queries: int, limit: int, tuning
       limit: columns that there are.
       tuning: the platform's.
     """
-    key_rows = min(tuning.key_rows, _PRODUCT_BYTES_PER_STEP // (4 * queries))
+    key_rows = tuning.key_rows // shard.index_k.dtype.itemsize
+    key_rows = min(key_rows, _PRODUCT_BYTES_PER_STEP // (4 * queries))
     return min(limit, max(4, key_rows // (groups * shard.rows) // 4 * 4))
 
 
@@ -141,7 +144,7 @@ def column_scores(
     """Maxima of q.k over the rank's visible rows of some columns: exact products, float32 sums.
 
     Args:
-      query: float8_e4m3fn [groups, tokens, heads, 128].
+      query: the keys' dtype, [groups, tokens, heads, 128].
       shard: the keys.
       table: int32 [groups, width], the groups' block tables.
       columns: int32 [groups, columns], the columns' page numbers within the request.
@@ -156,7 +159,7 @@ def column_scores(
     count = columns.shape[1]
     pages = pages_of(table, lengths, columns, shard)
     keys = _gathered_keys(shard, pages, tuning).reshape(groups, count * shard.rows, HEAD_DIM)
-    queries = e4m3_values(query).astype(tuning.operand).reshape(groups, tokens * heads, HEAD_DIM)
+    queries = _values(query).astype(keys.dtype).reshape(groups, tokens * heads, HEAD_DIM)
     products = lax.dot_general(
         queries,
         keys,
@@ -231,14 +234,16 @@ class RunningTop16(NamedTuple):
 def _gathered_keys(shard: Shard, pages: jax.Array, tuning: Tuning) -> jax.Array:
     """The values of the rank's rows of `pages`, [groups, columns, rows, 128] operands.
 
-    XLA on CPU has no float8 data movement: it would convert the whole cache before a float8 gather,
-    so integers are gathered. The first barrier ties the cache to the loop's step, or the view as
-    integers would be made once, outside the loop, as a copy of the whole cache. The second keeps
-    conversion out of the gather: it belongs to the product, or the operands would go through
-    memory, too.
+    XLA on CPU has no data movement of such narrow numbers: it would convert the whole cache before
+    a gather of them, so integers are gathered. The first barrier ties the cache to the loop's step,
+    or the view as integers would be made once, outside the loop, as a copy of the whole cache. The
+    second keeps conversion out of the gather: it belongs to the product, or the operands would go
+    through memory, too.
     """
     cache, pages = lax.optimization_barrier((shard.index_k, pages))
-    units = _as_units(cache, tuning.unit)
+    dtype = cache.dtype
+    unit = tuning.unit if jnp.dtype(tuning.unit).itemsize >= dtype.itemsize else jnp.uint16
+    units = _as_units(cache, unit)
     start = jnp.stack([pages, jnp.full_like(pages, shard.row_offset)], axis=-1)
     gathered = lax.gather(
         units,
@@ -250,9 +255,9 @@ def _gathered_keys(shard: Shard, pages: jax.Array, tuning: Tuning) -> jax.Array:
         mode=lax.GatherScatterMode.CLIP,
     )
     if tuning.operand == jnp.float32:
-        return e4m3_values(_from_units(gathered, jnp.float8_e4m3fn))
-    keys = _from_units(lax.optimization_barrier(gathered), jnp.float8_e4m3fn)
-    return keys.astype(tuning.operand)
+        return _values(_from_units(gathered, dtype))
+    keys = _from_units(lax.optimization_barrier(gathered), dtype)
+    return keys if dtype == jnp.bfloat16 else keys.astype(tuning.operand)
 
 
 def _as_units(x: jax.Array, unit: Any) -> jax.Array:
@@ -267,6 +272,11 @@ def _from_units(units: jax.Array, dtype: Any) -> jax.Array:
     """`_as_units` undone."""
     x = lax.bitcast_convert_type(units, dtype)
     return x if x.ndim == units.ndim else x.reshape(*units.shape[:-1], -1)
+
+
+def _values(x: jax.Array) -> jax.Array:
+    """The float32 values of float8_e4m3fn or bfloat16 numbers."""
+    return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else e4m3_values(x)
 
 
 def e4m3_values(x: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ import oracle
 import pytest
 
 from msa_icp_jax import msa_icp_decode_index_score_sharded, msa_icp_decode_score_publish
+from msa_icp_jax.geometry import INDEX_DTYPES
 from msa_icp_jax.ops._mosaic.launch import current_target
 from msa_icp_jax.ops.decode_score import kernel as decode_kernel
 
@@ -57,7 +58,7 @@ def _check(
     table = inputs.block_table(rng, lengths, shard.page_size, width, len(keys), bad_share=0.1)
     before = inputs.any_bits(rng, (tokens + 3, 4, columns))
     plane = oracle.decode_plane(queries, keys, table, lengths, columns, shard, query_len)
-    arrays = (inputs.fp8(queries), inputs.fp8(keys), jnp.asarray(table))
+    arrays = (inputs.index_array(queries), inputs.index_array(keys), jnp.asarray(table))
     call = _call(shard, query_len, pdl)
 
     def once() -> np.ndarray:
@@ -73,13 +74,14 @@ def _check(
         np.testing.assert_array_equal(once().view(np.int32), actual.view(np.int32))
 
 
+@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
 @pytest.mark.parametrize("query_len", range(1, 9))
 @pytest.mark.parametrize(("world_size", "page_size"), [(4, 128), (2, 128), (4, 256), (2, 256)])
-def test_integers_are_bit_exact(world_size, page_size, query_len):
+def test_integers_are_bit_exact(world_size, page_size, query_len, index_dtype):
     rng = np.random.default_rng(query_len)
     shard = oracle.Shard(query_len % world_size, world_size, page_size)
-    queries = inputs.integer_queries(rng, len(_RAGGED) * query_len)
-    keys = inputs.integer_keys(rng, 300, shard.rows)
+    queries = inputs.integer_queries(rng, len(_RAGGED) * query_len, index_dtype)
+    keys = inputs.integer_keys(rng, 300, shard.rows, index_dtype)
     _check(
         shard,
         _RAGGED,
@@ -93,7 +95,9 @@ def test_integers_are_bit_exact(world_size, page_size, query_len):
     )
 
 
-@pytest.mark.parametrize("make", [inputs.normal_bytes, inputs.two_scale_bytes])
+@pytest.mark.parametrize(
+    "make", [inputs.normal_bytes, inputs.two_scale_bytes, inputs.normal_bfloat16]
+)
 @pytest.mark.parametrize(("world_size", "page_size"), [(4, 128), (2, 128), (2, 256)])
 def test_sums_are_float32(world_size, page_size, make):
     rng = np.random.default_rng(4)
@@ -113,8 +117,8 @@ def test_sums_of_the_plain_definition_are_float32(query_len):
     table = inputs.block_table(rng, _RAGGED, 128, 157, len(keys), bad_share=0.1)
     before = inputs.any_bits(rng, (len(queries), 4, 160))
     scores = msa_icp_decode_index_score_sharded(
-        inputs.fp8(queries),
-        inputs.fp8(keys),
+        inputs.index_array(queries),
+        inputs.index_array(keys),
         jnp.asarray(table),
         jnp.asarray(_RAGGED, jnp.int32),
         jnp.asarray(before),
@@ -199,7 +203,7 @@ def _check_rows(
     call = jax.jit(
         lambda rank, generations, *arrays: publish(*arrays, rank=rank, generations=generations)
     )
-    arrays = (inputs.fp8(queries), inputs.fp8(keys), jnp.asarray(table))
+    arrays = (inputs.index_array(queries), inputs.index_array(keys), jnp.asarray(table))
     arrays = (*arrays, jnp.asarray(lengths, jnp.int32), jnp.asarray(counts))
     found = call(jnp.int32(shard.rank), generations, *arrays).rows
     for _ in range(3):
@@ -230,12 +234,12 @@ def test_cache_over_two_gib():
     near[0, 5] = near[0, 4]
     cache = jnp.zeros((pages, shard.rows, 128), jnp.float8_e4m3fn)
     cache = jax.jit(lambda c, a, b: c.at[:8].set(a).at[-8:].set(b), donate_argnums=0)(
-        cache, inputs.fp8(keys[:8]), inputs.fp8(keys[8:])
+        cache, inputs.index_array(keys[:8]), inputs.index_array(keys[8:])
     )
     lengths = (16 * 256 - 30,)
     before = np.zeros((1, 4, 16), np.float32)
     out = _call(shard, 1)(
-        inputs.fp8(queries),
+        inputs.index_array(queries),
         cache,
         jnp.asarray(far),
         jnp.asarray(lengths, jnp.int32),
@@ -268,7 +272,12 @@ def test_inputs_written_just_before():
 
     before = np.zeros((4, 4, 72), np.float32)
     plane = oracle.decode_plane(queries, keys, table, lengths.tolist(), 72, shard, 1)
-    arrays = (inputs.fp8(queries), inputs.fp8(keys), jnp.asarray(table), jnp.asarray(lengths))
+    arrays = (
+        inputs.index_array(queries),
+        inputs.index_array(keys),
+        jnp.asarray(table),
+        jnp.asarray(lengths),
+    )
     for _ in range(20):
         actual = np.asarray(chain(jnp.int32(0), *arrays, jnp.asarray(before)))
         oracle.check_scores(actual, before, plane, eps=0.0)

@@ -90,7 +90,7 @@ def _scores(
         precision=precision,
         enable_pdl=pdl,
     )
-    arrays = (inputs.fp8(queries), inputs.fp8(keys), jnp.asarray(table))
+    arrays = (inputs.index_array(queries), inputs.index_array(keys), jnp.asarray(table))
     actual = _repeat(call, shard.rank, (*arrays, _plan(_QO, _OFFSET, _KV, _TAIL), before), donate=4)
     plane = oracle.prefill_plane(
         queries,
@@ -164,7 +164,12 @@ def test_cache_over_two_gib():
     )
     cache = jax.lax.bitcast_convert_type(cache, jnp.float8_e4m3fn)
     actual = call(
-        jnp.int32(1), inputs.fp8(queries), cache, jnp.asarray(table), plan, jnp.asarray(before)
+        jnp.int32(1),
+        inputs.index_array(queries),
+        cache,
+        jnp.asarray(table),
+        plan,
+        jnp.asarray(before),
     )
     plane = oracle.prefill_plane(
         queries, keys, np.arange(16)[None], [64], [4096], [4032], 16, shard
@@ -205,7 +210,7 @@ def test_rows_are_the_selection_of_the_kernels_own_scores(world_size, page_size,
         precision="fast",
         enable_pdl=True,
     )
-    arrays = (inputs.fp8(queries), inputs.fp8(keys), jnp.asarray(table))
+    arrays = (inputs.index_array(queries), inputs.index_array(keys), jnp.asarray(table))
     actual = _repeat(
         call,
         shard.rank,
@@ -233,8 +238,8 @@ def test_rows_of_a_large_window(world_size, page_size, precision):
     qo, offset, kv = [3000, 60, 1100], [30000, 0, 12345], [33000, 60, 13445]
     tokens, scale = sum(qo), shard.index_scale
     columns = -(-max(kv) // page_size)
-    keys = inputs.fp8(inputs.normal_bytes(rng, (600, shard.rows, 128)))
-    queries = inputs.fp8(inputs.normal_bytes(rng, (tokens, 4, 128)))
+    keys = inputs.index_array(inputs.normal_bytes(rng, (600, shard.rows, 128)))
+    queries = inputs.index_array(inputs.normal_bytes(rng, (tokens, 4, 128)))
     table = jnp.asarray(inputs.block_table(rng, kv, page_size, columns, 600))
     plan = _plan(qo, offset, kv, 0)
     counts = jnp.asarray(oracle.prefill_num_valid_pages(qo, offset, tokens))

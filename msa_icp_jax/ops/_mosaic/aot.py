@@ -42,6 +42,7 @@ _DTYPES = {
     "i1": jnp.bool_,
     "i32": jnp.int32,
     "f16": jnp.float16,
+    "bf16": jnp.bfloat16,
     "f32": jnp.float32,
     "f8E4M3FN": jnp.float8_e4m3fn,
 }

@@ -45,9 +45,9 @@ def msa_icp_decode_index_score_sharded(
     rows invisible; entries past the request's pages are not read.
 
     Args:
-      index_q: float8_e4m3fn [T, 4, 128], T = B * decode_query_len.
-      index_k: float8_e4m3fn [pages, R, 128] with R = page_size / world_size, or compound pages
-        (`row_offset`).
+      index_q: float8_e4m3fn or bfloat16 [T, 4, 128], T = B * decode_query_len.
+      index_k: [pages, R, 128], the dtype of `index_q`, with R = page_size / world_size, or compound
+        pages (`row_offset`).
       block_table: int32 [B, width], physical pages of each request.
       seq_lens: int32 [B], keys of each request; 0 or less: nothing is read or written.
       score_out: float32 [>= T, 4, columns], 0 < columns <= 8192, a multiple of 4; donate it to have
@@ -264,7 +264,7 @@ def _check_inputs(
     requests = block_table.shape[0]
     checks.array("seq_lens", seq_lens, jnp.int32, requests)
     tokens = requests * decode_query_len
-    checks.array("index_q", index_q, jnp.float8_e4m3fn, tokens, NUM_HEADS, HEAD_DIM)
+    checks.array("index_q", index_q, index_k.dtype, tokens, NUM_HEADS, HEAD_DIM)
     checks.index("rank", rank, world_size)
     checks.flag("enable_pdl", enable_pdl)
     check_precision(precision)

@@ -81,8 +81,9 @@ def decode_scores(
     """Writes the columns of each request's pages, rounded up to four, into `score_out`.
 
     Args:
-      index_q: float8_e4m3fn [T, 4, 128].
-      index_k: float8_e4m3fn [pages, rows, 128]; this rank's rows of a page start at `row_offset`.
+      index_q: float8_e4m3fn or bfloat16 [T, 4, 128].
+      index_k: the dtype of `index_q`, [pages, rows, 128]; this rank's rows of a page start at
+        `row_offset`.
       block_table: int32 [B, width].
       seq_lens: int32 [B], T = B decode_query_len.
       score_out: float32 [>= T, 4, columns], written in place where it is donated.
@@ -98,8 +99,9 @@ def decode_scores(
     pages, pitch, _ = index_k.shape
     rows, columns = rows_per_page(world_size, page_size), score_out.shape[2]
     batch = Batch(requests, page_size, columns)
-    stages = CONFIG.stages_of(rows * HEAD_DIM)
-    ring = PageRing(batch, width, pages, pitch, row_offset, rows, stages, target.interpret)
+    dtype = index_k.dtype
+    stages = CONFIG.stages_of(rows * HEAD_DIM * dtype.itemsize)
+    ring = PageRing(batch, width, pages, pitch, row_offset, rows, dtype, stages, target.interpret)
     scorer = Scorer(ring, decode_query_len, world_size)
     scratch = {**ring.scratch(), **scorer.scratch(), **batch.scratch()}
     grid = _grid(batch, scratch, target)

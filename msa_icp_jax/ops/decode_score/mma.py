@@ -1,14 +1,16 @@
-"""Exact scores of a step: e4m3 products summed in float32 on the tensor cores.
+"""Exact scores of a step: e4m3 or bfloat16 products summed in float32 on the tensor cores.
 
-e4m3 fits in float16, so keys and queries are widened and multiplied by ``mma.sync`` (16 keys x 8
-query rows x 16 dimensions) with float32 sums: every product is exact, only the sums round.
+``mma.sync`` multiplies 16 keys x 8 query rows x 16 dimensions with float32 sums: every product is
+exact, only the sums round. bfloat16 is taken as it is; e4m3 fits in float16, so keys and queries
+are widened.
 
 A warp scores one page. Its keys lie in two halves (see `page_ring`); row g of a fragment, g = lane
 // 4, comes from half g % 2, so tile m of a page takes rows ``8 m + g // 2`` and, 8 fragment rows
 on, ``8 m + 4 + g // 2`` of each half. The sum over the 128 dimensions may be taken in any order as
-long as keys and queries agree: lane t of the four that share a row reads bytes 16 t .. 16 t + 15
-and 64 + 16 t .. of it, and word s of these 32 bytes feeds step s of eight. Query fragments are
-widened once a segment and lie in shared memory in the order in which lanes read them.
+long as keys and queries agree: lane t of the four that share a row reads bytes 16 t .. 16 t + 15 of
+every 64 bytes of it, and of these an eighth, a word of e4m3 or two of bfloat16, feeds each of eight
+steps in turn. Query fragments are made once a segment and lie in shared memory in the order in
+which lanes read them.
 """
 
 from __future__ import annotations
@@ -54,9 +56,12 @@ _LOWEST = float("-inf")
 _TILE = 8  # query rows of a product
 _THREADS = STEP_PAGES * WARP
 _QUERY_WORDS = 8 * 2 * WARP  # of one tile's fragments: 8 steps, two words a lane
+_PIECE = 16  # bytes: what a thread reads at once
+_PIECE_WORDS = _PIECE // 4
+_SECTOR = 4 * _PIECE  # bytes of a row that its four lanes read at once
 _MMA = (
-    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
-    " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32"
+    " {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};"
 )
 
 
@@ -95,6 +100,21 @@ class Scorer:
         return self.tokens * NUM_HEADS
 
     @property
+    def row_pieces(self) -> int:
+        """Pieces of 16 bytes of a row: 8, or 16 of bfloat16."""
+        return self.ring.row_bytes // _PIECE
+
+    @property
+    def piece_steps(self) -> int:
+        """Steps that a lane's piece feeds: 4, or 2 of bfloat16."""
+        return 8 * 4 // self.row_pieces
+
+    @property
+    def pair_words(self) -> int:
+        """Words of a piece that feed two steps: 2, or 4 of bfloat16."""
+        return 2 * _PIECE_WORDS // self.piece_steps
+
+    @property
     def tiles(self) -> int:
         """Products side by side for the query rows: a power of two; spare rows repeat the last."""
         return 1 << (-(-self.query_rows // _TILE) - 1).bit_length()
@@ -116,7 +136,7 @@ class Scorer:
         return read(query, request, self)
 
     def keep_queries(self, queries: Any, words: list[jax.Array]) -> None:
-        """Widens what `read_queries` returned into `queries`; a barrier has to follow."""
+        """Puts what `read_queries` returned into `queries`; a barrier has to follow."""
         keep = _keep_queries_stock if self.ring.interpret else _keep_queries_inline
         keep(queries, words, self)
 
@@ -141,8 +161,8 @@ def _keep_queries_stock(queries: Any, words: list[jax.Array], scorer: Scorer) ->
 
 
 def _pieces(scorer: Scorer) -> int:
-    """Pieces of 16 bytes that a thread reads of a request's query rows: 1, or 2 of four tiles."""
-    return max(1, scorer.tiles * _TILE * 8 // _THREADS)
+    """Pieces of 16 bytes that a thread reads of a request's query rows."""
+    return max(1, scorer.tiles * _TILE * scorer.row_pieces // _THREADS)
 
 
 def _read_queries_inline(query: Any, request: Any, scorer: Scorer) -> list[jax.Array]:
@@ -154,8 +174,9 @@ def _read_queries_inline(query: Any, request: Any, scorer: Scorer) -> list[jax.A
         words: list[Any] = []
         for i in range(pieces):
             at = lanes.thread() + i * _THREADS
-            row = lanes.scalar(request) * rows + lanes.minimum(at >> 3, rows - 1)
-            place = Words.of(query) + (row * (HEAD_DIM // 4) + (at & 7) * 4)
+            row, piece = _piece_of_row(at, scorer)
+            row = lanes.scalar(request) * rows + lanes.minimum(row, rows - 1)
+            place = Words.of(query) + (row * (scorer.ring.row_bytes // 4) + piece * _PIECE_WORDS)
             text = "ld.relaxed.gpu.global.v4.b32 {$0, $1, $2, $3}, [$4];"
             words += lanes.ptx(text, Lane(place.pointer), result=(lanes.i32(),) * 4)
         return tuple(per_thread(word) for word in words)
@@ -164,19 +185,21 @@ def _read_queries_inline(query: Any, request: Any, scorer: Scorer) -> list[jax.A
 
 
 def _keep_queries_inline(queries: Any, words: list[jax.Array], scorer: Scorer) -> None:
-    """Piece `chunk` of a row: four words, steps ``4 (chunk // 4)`` upwards of lane chunk % 4."""
+    """Piece p of a row: `piece_steps` steps of lane p % 4, from ``piece_steps (p // 4)`` on."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[PER_THREAD] * len(words)))
     def keep(_: Any, queries: Any, *words: Any) -> None:
         for i in range(_pieces(scorer)):
-            piece = [of_thread(word) for word in words[4 * i : 4 * i + 4]]
-            at = lanes.thread() + i * _THREADS
-            row, chunk = at >> 3, at & 7
-            lane = (row & 7) * 4 + (chunk & 3)
-            place = Words.of(queries) + ((row >> 3) * _QUERY_WORDS + (chunk >> 2) * 256 + lane * 4)
+            parts = [of_thread(word) for word in words[4 * i : 4 * i + 4]]
+            row, piece = _piece_of_row(lanes.thread() + i * _THREADS, scorer)
+            lane = (row & 7) * 4 + (piece & 3)
+            at = (row >> 3) * _QUERY_WORDS + (piece >> 2) * (scorer.piece_steps * 2 * WARP)
+            place = Words.of(queries) + (at + lane * 4)
             with lanes.when(row < scorer.tiles * _TILE):
-                place.store_vector([*_widen(piece[0]), *_widen(piece[1])])
-                (place + 128).store_vector([*_widen(piece[2]), *_widen(piece[3])])
+                for pair in range(scorer.piece_steps // 2):
+                    used = parts[pair * scorer.pair_words : (pair + 1) * scorer.pair_words]
+                    low, high = _fragments(used, scorer)
+                    (place + pair * 4 * WARP).store_vector([*low, *high])
 
     keep(queries, *words)
 
@@ -231,6 +254,19 @@ def _score_inline(scratch: dict[str, Any], step: Step, scorer: Scorer) -> None:
 # ---- parts of the inline code: each emits the program of one CUDA thread ----
 
 
+def _piece_of_row(at: Lane, scorer: Scorer) -> tuple[Lane, Lane]:
+    """Query row and piece in it of a request's piece number `at`."""
+    pieces = scorer.row_pieces
+    return at >> (pieces.bit_length() - 1), at & (pieces - 1)
+
+
+def _fragments(words: Sequence[Lane], scorer: Scorer) -> list[tuple[Lane, Lane]]:
+    """A piece as what each of its steps multiplies: two pairs of 16-bit numbers."""
+    if scorer.row_pieces == 8:
+        return [_widen(word) for word in words]
+    return list(zip(words[::2], words[1::2], strict=True))
+
+
 def _widen(word: Lane) -> tuple[Lane, Lane]:
     """Four e4m3 numbers as two pairs of float16."""
     return lanes.ptx(
@@ -255,13 +291,14 @@ def _page_maxima(
     """Maxima over this lane's rows of a page: of query rows 8 i + 2 t and the next, per tile i."""
     half = scorer.ring.rows // 2
     odd, row = (lane >> 2) & 1, lane >> 3
-    keys = slot + odd * (half * HEAD_DIM + HALF_SHIFT) + row * HEAD_DIM + (lane & 3) * 16
+    row_bytes = scorer.ring.row_bytes
+    keys = slot + odd * (half * row_bytes + HALF_SHIFT) + row * row_bytes + (lane & 3) * _PIECE
     fragments = Lane(llvm.ptrtoint(lanes.i32(), queries.pointer)) + lane * 16
     first_row = odd * half + row
     tail = room < scorer.ring.rows - 1
     best = [lanes.constant(_LOWEST, lanes.f32())] * (2 * scorer.tiles)
     for pair in range(0, scorer.ring.rows // 16, 2):
-        sums = _products(keys + pair * 8 * HEAD_DIM, fragments, scorer)
+        sums = _products(keys + pair * 8 * row_bytes, fragments, scorer)
 
         def masked(sums: Sequence[Lane] = sums, pair: int = pair) -> Sequence[Lane]:
             at = first_row + pair * 8
@@ -289,33 +326,48 @@ def _products(keys: Lane, fragments: Lane, scorer: Scorer) -> list[Lane]:
     tiles = scorer.tiles
     zero = lanes.constant(0.0, lanes.f32())
     sums = [[[zero] * 4 for _ in range(tiles)] for _ in range(2)]
-    at_once = 2 if scorer.tiles > 1 else 1  # halves of a row: few products need few registers
+    row_bytes, piece_steps = scorer.ring.row_bytes, scorer.piece_steps
+    at_once = 2 if scorer.tiles > 1 else 1  # sectors of a row: few products need few registers
     for step in range(8):
-        if step % (4 * at_once) == 0:
-            halves = [
-                [_key_words(keys + (step // 4 + h) * 64 + m * 8 * HEAD_DIM) for m in range(2)]
-                for h in range(at_once)
+        if step % (piece_steps * at_once) == 0:
+            sectors = [
+                [
+                    _key_words(keys + sector * _SECTOR + m * 8 * row_bytes, row_bytes)
+                    for m in range(2)
+                ]
+                for sector in range(step // piece_steps, step // piece_steps + at_once)
             ]
-        words = halves[step // 4 % at_once]
+        words = sectors[step // piece_steps % at_once]
         if step % 2 == 0:
             at = fragments + step // 2 * 512
             query = [_load16(at + n * _QUERY_WORDS * 4) for n in range(tiles)]
         for m in range(2):
-            low, high = (_widen(row[step % 4]) for row in words[m])
+            low, high = (_step_fragment(row, step, scorer) for row in words[m])
             a = (low[0], high[0], low[1], high[1])
             for n in range(tiles):
                 b = query[n][2 * (step % 2) : 2 * (step % 2) + 2]
-                sums[m][n] = _multiply_add(a, b, sums[m][n])
+                sums[m][n] = _multiply_add(a, b, sums[m][n], scorer)
     return [x for by_query in sums for quad in by_query for x in quad]
 
 
-def _key_words(address: Lane) -> tuple[tuple[Lane, ...], tuple[Lane, ...]]:
+def _key_words(address: Lane, row_bytes: int) -> tuple[tuple[Lane, ...], tuple[Lane, ...]]:
     """16 bytes of this lane's row in a tile, and of the row 8 fragment rows on."""
-    return _load16(address), _load16(address + 4 * HEAD_DIM)
+    return _load16(address), _load16(address + 4 * row_bytes)
 
 
-def _multiply_add(a: Sequence[Lane], b: Sequence[Lane], c: Sequence[Lane]) -> list[Lane]:
-    found = lanes.ptx(_MMA, *a, *b, *c, result=(lanes.f32(),) * 4, collective=True, pure=True)
+def _step_fragment(words: Sequence[Lane], step: int, scorer: Scorer) -> tuple[Lane, Lane]:
+    """What a step multiplies of a piece of keys."""
+    each = scorer.pair_words // 2
+    first = step % scorer.piece_steps * each
+    (fragment,) = _fragments(words[first : first + each], scorer)
+    return fragment
+
+
+def _multiply_add(
+    a: Sequence[Lane], b: Sequence[Lane], c: Sequence[Lane], scorer: Scorer
+) -> list[Lane]:
+    text = _MMA.format("f16" if scorer.row_pieces == 8 else "bf16")
+    found = lanes.ptx(text, *a, *b, *c, result=(lanes.f32(),) * 4, collective=True, pure=True)
     return list(found)
 
 

@@ -6,9 +6,9 @@ with a slot.
 
 A page arrives by two bulk copies, its first half of rows at the slot's start and its second half
 64 bytes further on than it would lie anyway. Fragments of a matrix product take rows of both halves
-in turn; rows are 128 bytes long, so without the shift the 16-byte reads of two rows would meet in
-the same memory banks. Plain addresses, formed in 64 bits from checked page ids, need no tensor map:
-any page pitch that is a multiple of 128 bytes and any cache size will do.
+in turn; rows are 128 bytes long, or 256, so without the shift the 16-byte reads of two rows would
+meet in the same memory banks. Plain addresses, formed in 64 bits from checked page ids, need no
+tensor map: any page pitch in whole rows and any cache size will do.
 
 Before an earlier kernel has ended (programmatic dependent launch) nothing may be read for its
 value. `prefetch` reads the table all the same, as a hint: it asks the second-level cache for the
@@ -61,6 +61,7 @@ class PageRing:
       pitch: rows from one page to the next.
       row_offset: first key row inside a page.
       rows: key rows of a page, a multiple of 32.
+      dtype: of the keys, float8_e4m3fn or bfloat16.
       stages: slots of a warp.
       interpret: take the stock ops.
     """
@@ -71,13 +72,19 @@ class PageRing:
     pitch: int
     row_offset: int
     rows: int
+    dtype: Any
     stages: int
     interpret: bool
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a key row."""
+        return HEAD_DIM * self.dtype.itemsize
+
+    @property
     def half_bytes(self) -> int:
         """Bytes of half a page."""
-        return self.rows // 2 * HEAD_DIM
+        return self.rows // 2 * self.row_bytes
 
     @property
     def slot_bytes(self) -> int:
@@ -89,7 +96,7 @@ class PageRing:
         slots: Any
         arrived: Any
         if self.interpret:
-            slots = plgpu.SMEM((self.stages, STEP_PAGES, self.rows, HEAD_DIM), jnp.float8_e4m3fn)
+            slots = plgpu.SMEM((self.stages, STEP_PAGES, self.rows, HEAD_DIM), self.dtype)
             arrived = plgpu.Barrier(num_arrivals=STEP_PAGES, num_barriers=self.stages)
         else:
             slots = plgpu.SMEM((STEP_PAGES * self.stages * self.slot_bytes,), jnp.uint8)
@@ -211,7 +218,7 @@ def _prefetch_inline(
                 lanes.constant(_KEEP_SHORTLY, lanes.i64()),
             )
         with when((thread < rows) & (steps > 0)):
-            row = Words.of(query) + (request * rows + thread) * (HEAD_DIM // 4)
+            row = Words.of(query) + (request * rows + thread) * (ring.row_bytes // 4)
             lanes.ptx("prefetch.global.L2 [$0];", Lane(row.pointer))
 
     prefetch(keys, query, ids, share.request, share.steps, ahead)
@@ -363,7 +370,7 @@ def slot_of_warp(slots: Any, ring: PageRing, stage: Lane) -> Lane:
 def page_address(keys: Any, page_id: Lane, ring: PageRing) -> Lane:
     """Global memory address of a page's first key row, as a 64-bit integer."""
     base = Lane(llvm.ptrtoint(lanes.i64(), Words.of(keys).pointer))
-    return base + (page_id.to_i64() * ring.pitch + ring.row_offset) * HEAD_DIM
+    return base + (page_id.to_i64() * ring.pitch + ring.row_offset) * ring.row_bytes
 
 
 def _copy_page(

@@ -34,9 +34,9 @@ def msa_icp_write_index_k(
     every other slot outside the cache is skipped. Two tokens with the same slot: one of them stays.
 
     Args:
-      index_k: float8_e4m3fn [pages, R, 128], or compound pages [pages, pitch / 128, 128] whose R
+      index_k: float8_e4m3fn or bfloat16 [pages, R, 128], or compound pages of more rows whose R
         rows start at `row_offset`. Donate it to have it written in place.
-      new_k: float8_e4m3fn [N, 128].
+      new_k: [N, 128], the dtype of `index_k`.
       slot_mapping: int32 [N].
       rank: this rank, an int or a traced int32 scalar.
       world_size: W, 2 or 4.
@@ -45,13 +45,13 @@ def msa_icp_write_index_k(
       backend: "auto", "mosaic" or "xla".
 
     Returns:
-      The cache, float8_e4m3fn of the same shape.
+      The cache, of the same dtype and shape.
 
     Raises:
       TypeError, ValueError: an argument has the wrong dtype, shape or value.
     """
     check_index_k(index_k, world_size, page_size, row_offset)
-    checks.array("new_k", new_k, jnp.float8_e4m3fn, None, HEAD_DIM)
+    checks.array("new_k", new_k, index_k.dtype, None, HEAD_DIM)
     checks.array("slot_mapping", slot_mapping, jnp.int32, new_k.shape[0])
     checks.index("rank", rank, world_size)
     write_rows = _write_rows(backend, index_k, new_k, slot_mapping)
@@ -69,7 +69,12 @@ def msa_icp_write_index_k(
 
 
 def check_index_k(
-    index_k: Any, world_size: int, page_size: int, row_offset: int, name: str = "index_k"
+    index_k: Any,
+    world_size: int,
+    page_size: int,
+    row_offset: int,
+    name: str = "index_k",
+    dtype: Any = geometry.INDEX_DTYPES,
 ) -> None:
     """Raises unless `index_k` is a rank's cache: exactly R rows, or a compound page around them.
 
@@ -79,7 +84,7 @@ def check_index_k(
     geometry.check_world_size(world_size)
     geometry.check_page_size(page_size)
     geometry.check_row_offset(row_offset)
-    checks.array(name, index_k, jnp.float8_e4m3fn, AtLeast(1), None, HEAD_DIM)
+    checks.array(name, index_k, dtype, AtLeast(1), None, HEAD_DIM)
     rows = geometry.rows_per_page(world_size, page_size)
     have = index_k.shape[1]
     mixed_up = row_offset == 0 and rows != have <= geometry.MIX_UP_ROWS

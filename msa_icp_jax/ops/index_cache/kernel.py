@@ -1,4 +1,4 @@
-"""Index-key cache write on Hopper: eight threads a token copy its 128 bytes."""
+"""Index-key cache write on Hopper: a thread copies 16 bytes of a token's key."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from msa_icp_jax.ops._mosaic.launch import (
     written,
 )
 
-_TOKENS = 16  # that a CTA copies at once
-_ROW_WORDS = HEAD_DIM // 4
+_THREADS = 128  # of a CTA
 _THREAD_WORDS = 4  # of a row, that a thread copies
 
 
@@ -38,6 +37,7 @@ class Write:
       page_size: positions of a page.
       rows: rows of a page that a rank holds.
       row_offset: where they begin inside the page.
+      row_words: 32-bit words of a row.
     """
 
     tokens: int
@@ -46,6 +46,17 @@ class Write:
     page_size: int
     rows: int
     row_offset: int
+    row_words: int
+
+    @property
+    def threads(self) -> int:
+        """Threads that copy a token."""
+        return self.row_words // _THREAD_WORDS
+
+    @property
+    def at_once(self) -> int:
+        """Tokens that a CTA copies at once."""
+        return _THREADS // self.threads
 
 
 def write_rows(
@@ -62,8 +73,9 @@ def write_rows(
     """Stores the rows of `new_k` that this rank owns; in place where `index_k` is donated.
 
     Args:
-      index_k: float8_e4m3fn [pages, rows, 128]; this rank's rows of a page start at `row_offset`.
-      new_k: float8_e4m3fn [N, 128], N >= 1.
+      index_k: float8_e4m3fn or bfloat16 [pages, rows, 128]; this rank's rows of a page start at
+        `row_offset`.
+      new_k: [N, 128] of the same dtype, N >= 1.
       slot_mapping: int32 [N], ``page * page_size + row``; slots outside the cache are skipped.
       rank: int or traced int32 scalar.
       world_size, page_size, row_offset: as in the contract.
@@ -76,8 +88,9 @@ def write_rows(
         page_size=page_size,
         rows=rows_per_page(world_size, page_size),
         row_offset=row_offset,
+        row_words=HEAD_DIM * index_k.dtype.itemsize // 4,
     )
-    ctas = cdiv(facts.tokens, _TOKENS)
+    ctas = cdiv(facts.tokens, facts.at_once)
     body = functools.partial(_kernel, facts=facts)
     if target.interpret:
         from msa_icp_jax.ops.index_cache import interpret  # on demand: only tests need it
@@ -95,7 +108,7 @@ def write_rows(
 
 
 def _kernel(new_k: Any, slots: Any, rank: Any, cache: Any, *, facts: Write) -> None:
-    """A CTA copies the keys of `_TOKENS` tokens, 16 bytes a thread."""
+    """A CTA copies the keys of `at_once` tokens, 16 bytes a thread."""
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, plgpu.Layout.WG_SPLAT))
     def copy(_: Any, *arguments: Any) -> None:
@@ -103,14 +116,14 @@ def _kernel(new_k: Any, slots: Any, rank: Any, cache: Any, *, facts: Write) -> N
         new_k, slots, rank, cache = (Words.of(ref) for ref in refs)
         _copy_token(new_k, slots, rank, cache, lanes.scalar(first), facts)
 
-    copy(new_k, slots, rank, cache, lax.axis_index(CTA) * _TOKENS)
+    copy(new_k, slots, rank, cache, lax.axis_index(CTA) * facts.at_once)
 
 
 def _copy_token(
     new_k: Words, slots: Words, rank: Words, cache: Words, first: Lane, facts: Write
 ) -> None:
     """This thread's 16 bytes."""
-    threads = _ROW_WORDS // _THREAD_WORDS  # of a token
+    threads = facts.threads
     token = first + (lanes.thread() >> (threads.bit_length() - 1))
     word = (lanes.thread() & (threads - 1)) * _THREAD_WORDS
     with lanes.when(token < facts.tokens):
@@ -120,7 +133,7 @@ def _copy_token(
         owned = (local >= 0) & (local < facts.rows)
         with lanes.when((slot >= 0) & (page < facts.pages) & owned):
             row = page.to_i64() * facts.pitch + (local + facts.row_offset).to_i64()
-            key = (new_k + (token.to_i64() * _ROW_WORDS + word.to_i64())).load_vector(
+            key = (new_k + (token.to_i64() * facts.row_words + word.to_i64())).load_vector(
                 lanes.i32(), _THREAD_WORDS
             )
-            (cache + (row * _ROW_WORDS + word.to_i64())).store_vector(key)
+            (cache + (row * facts.row_words + word.to_i64())).store_vector(key)

@@ -45,14 +45,15 @@ def _scatter(index_k: jax.Array, new_k: jax.Array, page: jax.Array, row: jax.Arr
 def _rewrite(index_k: jax.Array, new_k: jax.Array, page: jax.Array, row: jax.Array) -> jax.Array:
     """The scatter as one pass over the cache, in place.
 
-    XLA on CPU moves no float8 data: around a scatter it converts the whole cache, or copies it to
-    view it as bytes. A choice between each old byte and a new one needs no copy, only a map of 4
-    bytes a row.
+    XLA on CPU moves no float8 or bfloat16 data: around a scatter it converts the whole cache, or
+    copies it to view it as bytes. A choice between each old code and a new one needs no copy, only
+    a map of 4 bytes a row.
     """
     token = jnp.arange(new_k.shape[0], dtype=jnp.int32)
     token_of = jnp.full_like(index_k, -1, jnp.int32, shape=index_k.shape[:2])
     token_of = token_of.at[page, row].set(token, mode="drop")
-    new = lax.bitcast_convert_type(new_k, jnp.uint8)[jnp.maximum(token_of, 0)]
-    old = lax.bitcast_convert_type(index_k, jnp.uint8)
+    codes = jnp.uint8 if index_k.dtype.itemsize == 1 else jnp.uint16
+    new = lax.bitcast_convert_type(new_k, codes)[jnp.maximum(token_of, 0)]
+    old = lax.bitcast_convert_type(index_k, codes)
     chosen = jnp.where((token_of >= 0)[..., None], new, old)
     return lax.bitcast_convert_type(chosen, index_k.dtype)

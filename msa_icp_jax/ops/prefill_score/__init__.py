@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from msa_icp_jax import checks, geometry, rows
-from msa_icp_jax.backend import check_precision, takes_mosaic
+from msa_icp_jax.backend import check_precision, resolve_prefill_backend, takes_mosaic
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import BLOCK_SIZE, HEAD_DIM, MAX_SELECT_COLUMNS, NUM_HEADS, PAGE_SIZES
 from msa_icp_jax.ops.index_cache import check_index_k
@@ -44,8 +44,9 @@ def msa_icp_index_score_sharded(
     cache makes its rows invisible; entries past the segment's pages are not read.
 
     Args:
-      q: float8_e4m3fn [T >= plan.total_q, 4, 128].
-      k: float8_e4m3fn [pages, R, 128] with R = page_size / tp, or compound pages (`row_offset`).
+      q: float8_e4m3fn or bfloat16 [T >= plan.total_q, 4, 128].
+      k: [pages, R, 128], the dtype of `q`, with R = page_size / tp, or compound pages
+        (`row_offset`).
       block_table: int32 [B, width], physical pages of each segment.
       plan: the window plan.
       rank: this rank, an int or a traced int32 scalar.
@@ -323,8 +324,8 @@ def page_size(compact: bool) -> int:
 def _stage(
     backend: str, precision: str, enable_pdl: bool, plan: MSAIcpScorePlan, *arrays: Any
 ) -> Any:
-    """The backend's scorers, `prefill_scores` and `prefill_rows`."""
-    if not takes_mosaic(backend, *arrays):
+    """The backend's scorers, `prefill_scores` and `prefill_rows`; queries are the first array."""
+    if not takes_mosaic(resolve_prefill_backend(backend, None, arrays[0].dtype.name), *arrays):
         return xla
     if plan.work is None and plan.num_segments:
         raise ValueError(
@@ -359,10 +360,10 @@ def _check_inputs(
 ) -> None:
     if not isinstance(plan, MSAIcpScorePlan):
         raise TypeError(f"plan must be an MSAIcpScorePlan, got {type(plan).__name__}")
-    checks.array("q", q, jnp.float8_e4m3fn, AtLeast(plan.total_q), NUM_HEADS, HEAD_DIM)
+    checks.array("q", q, geometry.INDEX_DTYPES, AtLeast(plan.total_q), NUM_HEADS, HEAD_DIM)
     checks.one_of("tp", tp, geometry.WORLD_SIZES)
     checks.flag("compact", compact)
-    check_index_k(k, tp, page_size(compact), row_offset, name="k")
+    check_index_k(k, tp, page_size(compact), row_offset, name="k", dtype=q.dtype)
     checks.array("block_table", block_table, jnp.int32, plan.num_segments, AtLeast(1))
     checks.index("rank", rank, tp)
     checks.flag("enable_pdl", enable_pdl)
