@@ -1,9 +1,10 @@
 """Steps of several layers by the one-sided transport on two GPUs, checked on the device.
 
 In one process with both GPUs, or as one process of two, a GPU each:
-  python one_sided_steps.py both|COORDINATOR RANK steps|stop legacy|tagged PAGE_SIZE GRAPHS STEPS
-GRAPHS is what XLA's command buffers take ("" for none). `steps` runs many with random delays of
-one rank; `stop` leaves rank 1 out of a step, which only two processes can do, and recovers.
+  python one_sided_steps.py both|COORDINATOR RANK steps|stop PAGE_SIZE GRAPHS STEPS
+It goes through both forms of rows. GRAPHS is what XLA's command buffers take ("" for none). `steps`
+runs many with random delays of one rank; `stop` leaves rank 1 out of a step, which only two
+processes can do, and recovers.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import peer_comm
 from chains import ALL, AXIS, INDEX_K, OUTPUT, SCORES, make_plan, random_decode
+from inputs import TIME_LIMIT
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from multiprocess_worker import START_TIMEOUT
 
 from msa_icp_jax import one_sided, peer_storage
 
@@ -176,20 +177,22 @@ def a_rank_that_stops(steps: Steps, rank: int) -> None:
     assert steps.counts() == (0, 0), steps.counts()
 
 
-def main(where: str, rank: int, what: str, form: str, page: int, graphs: str, count: int) -> None:
+def main(where: str, rank: int, what: str, page_size: int, graphs: str, count: int) -> None:
     if where != "both":
         jax.distributed.initialize(
-            where, 2, rank, local_device_ids=[rank], initialization_timeout=START_TIMEOUT
+            where, 2, rank, local_device_ids=[rank], initialization_timeout=TIME_LIMIT
         )
-    steps = Steps(page, form == "tagged", graphs)
-    if what == "steps":
-        many_steps(steps, count)
-    else:
-        a_rank_that_stops(steps, rank)
-    steps.plan.free_comm(steps.comm)
+    for tagged in (True, False):
+        steps = Steps(page_size, tagged, graphs)
+        if what == "steps":
+            many_steps(steps, count)
+        else:
+            a_rank_that_stops(steps, rank)
+        steps.plan.free_comm(steps.comm)
+        print("tagged" if tagged else "legacy", "rows: right", flush=True)
     print(f"rank {rank}: right")
 
 
 if __name__ == "__main__":
-    where, rank, what, form, page, graphs, count = sys.argv[1:]
-    main(where, int(rank), what, form, int(page), graphs, int(count))
+    where, rank, what, page_size, graphs, count = sys.argv[1:]
+    main(where, int(rank), what, int(page_size), graphs, int(count))

@@ -21,13 +21,6 @@ FORMS = pytest.mark.parametrize("form", ["legacy", "tagged"])
 STEPS = 10_000
 
 
-def steps_of_two(what: str, form: str, page_size: int, graphs: str, count: int) -> None:
-    """Runs steps in two processes."""
-    coordinator = f"127.0.0.1:{free_port()}"
-    options = (what, form, page_size, GRAPHS[graphs], count)
-    check_all([python(WORKER, coordinator, rank, *options) for rank in range(2)], ": right")
-
-
 @FORMS
 @pytest.mark.parametrize(("world_size", "page_size"), GROUPS)
 def test_decode(world_size: int, page_size: int, form: str) -> None:
@@ -92,21 +85,19 @@ def test_the_serving_example() -> None:
     check_all([run], '"identical": true')
 
 
-@FORMS
-def test_ten_thousand_steps_in_one_process(form: str) -> None:
-    check_all([python(WORKER, "both", 0, "steps", form, 128, GRAPHS["launched"], STEPS)], "right")
+def test_ten_thousand_steps_in_one_process() -> None:
+    check_all([python(WORKER, "both", 0, "steps", 128, GRAPHS["launched"], STEPS)], "rank 0: right")
 
 
-@FORMS
-def test_ten_thousand_steps_in_a_process_for_each_gpu(form: str) -> None:
-    steps_of_two("steps", form, 256, "launched", STEPS)
-
-
-@FORMS
-def test_steps_in_command_buffers_in_a_process_for_each_gpu(form: str) -> None:
-    steps_of_two("steps", form, 128, "captured", 1000)
-
-
-@FORMS
-def test_a_rank_that_stops_costs_bounded_waits_and_is_recovered(form: str) -> None:
-    steps_of_two("stop", form, 128, "launched", 0)
+@pytest.mark.parametrize(
+    ("what", "page_size", "graphs", "count"),
+    [
+        pytest.param("steps", 256, "launched", STEPS, id="ten-thousand-steps"),
+        pytest.param("steps", 128, "captured", 1000, id="in-command-buffers"),
+        pytest.param("stop", 128, "launched", 0, id="a-rank-that-stops-and-recovers"),
+    ],
+)
+def test_a_process_for_each_gpu(what: str, page_size: int, graphs: str, count: int) -> None:
+    coordinator = f"127.0.0.1:{free_port()}"
+    options = (what, page_size, GRAPHS[graphs], count)
+    check_all([python(WORKER, coordinator, rank, *options) for rank in range(2)], ": right")
