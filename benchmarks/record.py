@@ -45,8 +45,6 @@ PARTS: dict[str, tuple[tuple[str, ...], float]] = {
     "torch_compile": ((*_RUN, "torch_compile"), 0.7),
     "sweep": (("-m", "benchmarks", "sweep"), 1.0),
 }
-if "jax-chain" not in STAGES:
-    del PARTS["jax-chain"]
 
 
 def record(out: Path, budget: float, commit: str | None, wanted: Sequence[str] = ()) -> int:

@@ -345,8 +345,7 @@ def jax_chain() -> str:
     """docs/scaling.md: a layer inside one jitted program, on two GPUs and on one."""
     found = []
     for path in (PAIR, RESULTS):
-        figures = _Figures(path)
-        rows = {k: row for k, row in figures.rows.items() if k[1] == "jax-chain"}
+        rows = {k: row for k, row in _Figures(path).rows.items() if k[1] == "jax-chain"}
         if not rows:
             continue
         lines = []
@@ -354,7 +353,10 @@ def jax_chain() -> str:
             keys = {t: (name, "jax-chain", "mosaic", precision, t) for t in IN_JAX}
             host = max(row["host_us"] for k, row in rows.items() if k in keys.values())
             line = {"a layer": _named(name)}
-            line |= {words: figures.us(*keys[t]) for t, words in IN_JAX.items()}
+            line |= {
+                words: _us(rows[keys[t]]["median_us"]) if keys[t] in rows else NONE
+                for t, words in IN_JAX.items()
+            }
             lines.append(line | {"the host's part": _us(host)})
         found += [origin(rows), _table(lines)]
     return _paragraphs(*found) if found else _NOT_YET

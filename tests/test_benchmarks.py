@@ -1209,6 +1209,25 @@ def test_the_table_of_the_exchange_says_what_a_transport_adds(monkeypatch, tmp_p
     assert report.exchange() == "\nNot measured yet.\n\n"
 
 
+def test_the_table_of_the_jitted_chain_has_what_was_measured(monkeypatch, tmp_path):
+    def chain(case, transport, median):
+        more = {"transport": transport, "host_us": 7.5}
+        return row(case, "jax-chain", median=median) | more
+
+    alone = [
+        chain("d-b8-128k-w4", name, us) for name, us in (("none", 12.5), ("one-sided-tagged", 14.0))
+    ]
+    figures(monkeypatch, tmp_path, "RESULTS", [row("d-b8-128k-w4"), *alone])
+    figures(monkeypatch, tmp_path, "PAIR", [chain("d-b32-32k-w2", "collective", 45.0)])
+    said = report.jax_chain()
+    assert "| a layer | all_to_all | the host's part |" in said
+    assert "| 32 x 32K keys, W 2 | 45.0 | 7.50 |" in said
+    assert "| 8 x 128K keys, W 4 | 12.5 | 14.0 | 7.50 |" in said
+    figures(monkeypatch, tmp_path / "none", "RESULTS", [])
+    figures(monkeypatch, tmp_path / "none", "PAIR", [])
+    assert report.jax_chain() == "\nNot measured yet.\n\n"
+
+
 def test_targets_are_judged():
     def target_of(made, *others):
         found = report.target(made, by_key(made, *others))
