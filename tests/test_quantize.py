@@ -83,19 +83,20 @@ def test_a_query_finds_a_key_that_saturates():
     keys[20 * 128 + 7, 3] = 1000.0
     query = np.zeros((1, 4, 128), np.float32)
     query[..., 3] = 1.0
+    query, keys = (np.asarray(msa_icp_quantize_index(x)) for x in (query, keys))
     assert (chosen(query, keys) == 20).any(-1).all()
 
 
 def chosen(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Ids [T, 4, 16] of the plan for queries at the end of one request's keys, both quantized."""
-    plan = chains.make_plan(2, 128, init_blocks=0, local_blocks=1)
+    """Ids [T, 4, 16] of the plan for queries at the end of one request's keys."""
+    plan = chains.make_plan(2, 128, init_blocks=0, local_blocks=1, index_dtype=keys.dtype.name)
     ranks = chains.Ranks(plan, None)
-    codes = [np.asarray(msa_icp_quantize_index(x)).view(np.uint8) for x in (queries, keys)]
-    counts = oracle.decode_num_valid_pages([len(keys)], 1)
+    pages, lengths = len(keys) // 128, np.array([len(keys)], np.int32)
+    cache = chains.paged([oracle.as_codes(keys)], 128, pages, pages)
+    counts = oracle.decode_num_valid_pages(lengths, 1)
     found = []
-    for query in codes[0]:
-        cache = chains.paged([codes[1]], 128, len(keys) // 128, len(keys) // 128)
-        case = chains.Decode(query[None], cache, np.array([len(keys)], np.int32), 1, counts)
+    for query in oracle.as_codes(queries):
+        case = chains.Decode(query[None], cache, lengths, 1, counts)
         found.append(ranks.decode(case).output[:1])
     return np.concatenate(found)
 
@@ -103,15 +104,9 @@ def chosen(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
 def test_what_float8_changes_on_real_activations():
     """docs/serving.md states it for 256 blocks; this holds a cut of 37, where less can change."""
     real = inputs.real_activations_bf16()
-    keys = real.keys.reshape(-1, 128)
-    found = chosen(real.queries, keys)
-    blocks = len(keys) // 128
-    products = np.einsum(
-        "thd,nd->thn", real.queries.astype(np.float64), keys.astype(np.float64)
-    ).reshape(len(found), 4, blocks, 128)
-    best = products.max(-1)
-    best[..., -1] = np.inf  # the local block
-    want = np.argsort(-best, axis=-1, kind="stable")[..., :16]
+    wide = real.queries, real.keys.reshape(-1, 128)
+    narrow = (np.asarray(msa_icp_quantize_index(x)) for x in wide)
+    found, want = chosen(*narrow), chosen(*wide)
     same = (found[..., :, None] == want[..., None, :]).any(-1).mean(-1)
     assert 0.95 < same.mean() < 0.99  # 0.97
     assert 0.3 < (same == 1).mean() < 0.8
