@@ -331,7 +331,7 @@ class MSAIcpIndexerPlan:
             decode_query_len,
         )
         slot = self._check_exchange(comm, slot, tagged, enable_pdl)
-        fused = programs.is_decode_fused(self, block_table.shape[0], fused)
+        fused = self._is_decode_fused(block_table.shape[0], fused)
         plane = scores
         if plane is None or fused:
             shape = (tokens, NUM_HEADS, self.geometry.score_columns)
@@ -788,8 +788,16 @@ class MSAIcpIndexerPlan:
             the plan's size. The program itself raises TypeError, by name, for a numpy array of
             another dtype, which JAX alone would narrow.
         """
+        programs.check_mesh(self, mesh)
+        most = self.geometry.max_decode_query_len
         return programs.decode_program(
-            self, mesh, decode_query_len, tagged, with_comm, fused, enable_pdl
+            self,
+            mesh,
+            check_query_len("decode_query_len", decode_query_len, most),
+            checks.flag("tagged", tagged),
+            checks.flag("with_comm", with_comm),
+            None if fused is None else checks.flag("fused", fused),
+            checks.flag("enable_pdl", enable_pdl),
         )
 
     def prefill_program(self, mesh: Mesh | None = None, *, fused: bool | None = None) -> Any:
@@ -806,6 +814,8 @@ class MSAIcpIndexerPlan:
         Raises:
           TypeError, ValueError: as in `decode_program`.
         """
+        programs.check_mesh(self, mesh)
+        fused = None if fused is None else checks.flag("fused", fused)
         return programs.prefill_program(self, mesh, fused)
 
     def write_program(self, mesh: Mesh | None = None) -> Any:
@@ -820,6 +830,7 @@ class MSAIcpIndexerPlan:
         Raises:
           TypeError, ValueError: as in `decode_program`.
         """
+        programs.check_mesh(self, mesh)
         return programs.write_program(self, mesh)
 
     def warmup(
@@ -868,6 +879,13 @@ class MSAIcpIndexerPlan:
             checks.flag("with_comm", with_comm),
             checks.flag("tagged", tagged),
         )
+
+    def _is_decode_fused(self, requests: int, fused: bool | None) -> bool:
+        """Whether a decode is fused: as asked, or None, as the plan chooses."""
+        if fused is not None:
+            return checks.flag("fused", fused)
+        least = self.fused_decode_min_batch
+        return least is not None and requests >= least
 
     def _is_one_sided(self, comm: MSAIcpComm | None) -> bool:
         """Whether a call with this comm stores its rows at their owners itself."""

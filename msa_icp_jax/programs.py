@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +23,57 @@ from msa_icp_jax.geometry import (
     HEAD_DIM,
     MAX_INT32,
     NUM_SLOTS,
-    check_query_len,
+    IndexerGeometry,
 )
 from msa_icp_jax.one_sided import COMPILER_OPTIONS
 from msa_icp_jax.ops.index_cache import msa_icp_write_index_k
 from msa_icp_jax.shapes import Shapes, decode_shapes
 
-if TYPE_CHECKING:
-    from msa_icp_jax.plan import MSAIcpIndexerPlan
+
+class Plan(Protocol):
+    """What programs ask of the plan that they belong to."""
+
+    def __hash__(self) -> int:
+        """Plans that are equal share their programs."""
+
+    @property
+    def geometry(self) -> IndexerGeometry:
+        """Limits and sizes."""
+
+    @property
+    def backend(self) -> str:
+        """Of all stages, as resolved."""
+
+    @property
+    def transport(self) -> str:
+        """Of decode, as resolved."""
+
+    @property
+    def axis_name(self) -> str:
+        """The mesh axis of the group."""
+
+    @property
+    def decode(self) -> Callable[..., Any]:
+        """One rank's decode."""
+
+    @property
+    def prefill(self) -> Callable[..., Any]:
+        """One rank's prefill."""
+
+    @property
+    def prefill_window_plan(self) -> Callable[..., Any]:
+        """The plan of a query window."""
 
 
 class _Specs:
-    """PartitionSpecs of the chains' arrays over one icp axis; `ALL` is replicated."""
+    """PartitionSpecs of the chains' arrays over one icp axis, by name; `ALL` is replicated."""
 
     ALL = P()
 
     def __init__(self, axis: str) -> None:
         self.index_k = P(None, axis)
         self.scores = self.score_scratch = P(None, None, axis)
-        self.carrier = self.carrier_view = P(None, axis)
+        self.carrier_view = P(None, axis)
         self.output = P(None, axis)
         self.comm = comm_specs(axis)
 
@@ -98,8 +130,12 @@ class Program:
         return arguments
 
 
+# What is cached comes checked: to a cache 1.0 and True are the same key as 1.
+
+
+@functools.cache
 def decode_program(
-    plan: MSAIcpIndexerPlan,
+    plan: Plan,
     mesh: Mesh | None,
     decode_query_len: int,
     tagged: bool,
@@ -108,104 +144,65 @@ def decode_program(
     enable_pdl: bool,
 ) -> Program:
     """See `MSAIcpIndexerPlan.decode_program`."""
-    check_mesh(plan, mesh)
-    # Checked before anything is looked up: to a cache 1.0 and True are the same key as 1.
-    return _decode_program(
-        plan,
-        mesh,
-        check_query_len("decode_query_len", decode_query_len, plan.geometry.max_decode_query_len),
-        checks.flag("tagged", tagged),
-        checks.flag("with_comm", with_comm),
-        None if fused is None else checks.flag("fused", fused),
-        checks.flag("enable_pdl", enable_pdl),
-    )
-
-
-@functools.cache
-def _decode_program(
-    plan: MSAIcpIndexerPlan,
-    mesh: Mesh | None,
-    decode_query_len: int,
-    tagged: bool,
-    with_comm: bool,
-    fused: bool | None,
-    enable_pdl: bool,
-) -> Program:
-    specs = _Specs(plan.axis_name)
+    inputs: dict[str, Any] = {
+        "index_q": plan.geometry.index_dtype,
+        "index_k": plan.geometry.index_dtype,
+        "block_table": jnp.int32,
+        "seq_lens": jnp.int32,
+        "num_valid_pages": jnp.int32,
+        "scores": jnp.float32,
+        "output": jnp.int32,
+    }
     options: dict[str, Any] = {
         "decode_query_len": decode_query_len,
         "tagged": tagged,
         "fused": fused,
         "enable_pdl": enable_pdl,
     }
-    inputs: dict[str, tuple[Any, Any]] = {
-        "index_q": (plan.geometry.index_dtype, specs.ALL),
-        "index_k": (plan.geometry.index_dtype, specs.index_k),
-        "block_table": (jnp.int32, specs.ALL),
-        "seq_lens": (jnp.int32, specs.ALL),
-        "num_valid_pages": (jnp.int32, specs.ALL),
-        "scores": (jnp.float32, specs.scores),
-        "output": (jnp.int32, specs.output),
-    }
-    outputs: tuple[Any, ...] = (specs.output, specs.scores)
 
-    def decode(*args: Any) -> Any:
-        return plan.decode(*args, **options)[:2]
+    def decode(*arrays: Any) -> Any:
+        return plan.decode(*arrays, **options)[:2]
 
-    def decode_with_comm(*args: Any) -> Any:
-        *local, comm, slot = args
+    def decode_with_comm(*arrays: Any) -> Any:
+        *local, comm, slot = arrays
         return plan.decode(*local, comm=comm, slot=slot, **options)
 
     if not with_comm:
-        return _program(plan, mesh, decode, inputs, outputs, donate=("scores", "output"))
-    inputs |= {"comm": (jnp.int32, specs.comm), "slot": (jnp.int32, specs.ALL)}
-    outputs = (*outputs, specs.comm)
-    donate = ("scores", "output", "comm")
-    compiler = COMPILER_OPTIONS if plan.transport == ONE_SIDED else None
-    return _program(plan, mesh, decode_with_comm, inputs, outputs, donate, compiler)
-
-
-def prefill_program(plan: MSAIcpIndexerPlan, mesh: Mesh | None, fused: bool | None) -> Program:
-    """See `MSAIcpIndexerPlan.prefill_program`."""
-    check_mesh(plan, mesh)
-    return _prefill_program(plan, mesh, None if fused is None else checks.flag("fused", fused))
+        return _program(plan, mesh, decode, inputs, ("output", "scores"))
+    inputs |= {"comm": jnp.int32, "slot": jnp.int32}
+    compiler_options = COMPILER_OPTIONS if plan.transport == ONE_SIDED else None
+    written = ("output", "scores", "comm")
+    return _program(plan, mesh, decode_with_comm, inputs, written, compiler_options)
 
 
 @functools.cache
-def _prefill_program(plan: MSAIcpIndexerPlan, mesh: Mesh | None, fused: bool | None) -> Program:
-    specs = _Specs(plan.axis_name)
+def prefill_program(plan: Plan, mesh: Mesh | None, fused: bool | None) -> Program:
+    """See `MSAIcpIndexerPlan.prefill_program`."""
+    inputs: dict[str, Any] = {
+        "query": plan.geometry.index_dtype,
+        "index_k": plan.geometry.index_dtype,
+        "block_table": jnp.int32,
+        "window_plan": jnp.int32,
+        "score_scratch": jnp.float32,
+        "num_valid_pages": jnp.int32,
+        "carrier_view": jnp.int32,
+        "output": jnp.int32,
+    }
 
     def prefill(*arrays: Any) -> Any:
         return plan.prefill(*arrays, fused=fused)
 
-    return _program(
-        plan,
-        mesh,
-        prefill,
-        {
-            "query": (plan.geometry.index_dtype, specs.ALL),
-            "index_k": (plan.geometry.index_dtype, specs.index_k),
-            "block_table": (jnp.int32, specs.ALL),
-            "window_plan": (jnp.int32, specs.ALL),
-            "score_scratch": (jnp.float32, specs.scores),
-            "num_valid_pages": (jnp.int32, specs.ALL),
-            "carrier_view": (jnp.int32, specs.carrier),
-            "output": (jnp.int32, specs.output),
-        },
-        (specs.output, specs.carrier, specs.scores),
-        donate=("score_scratch", "carrier_view", "output"),
-    )
-
-
-def write_program(plan: MSAIcpIndexerPlan, mesh: Mesh | None) -> Program:
-    """See `MSAIcpIndexerPlan.write_program`."""
-    check_mesh(plan, mesh)
-    return _write_program(plan, mesh)
+    return _program(plan, mesh, prefill, inputs, ("output", "carrier_view", "score_scratch"))
 
 
 @functools.cache
-def _write_program(plan: MSAIcpIndexerPlan, mesh: Mesh | None) -> Program:
-    specs = _Specs(plan.axis_name)
+def write_program(plan: Plan, mesh: Mesh | None) -> Program:
+    """See `MSAIcpIndexerPlan.write_program`."""
+    inputs: dict[str, Any] = {
+        "index_k": plan.geometry.index_dtype,
+        "new_k": plan.geometry.index_dtype,
+        "slot_mapping": jnp.int32,
+    }
 
     def write(index_k: jax.Array, new_k: jax.Array, slot_mapping: jax.Array) -> jax.Array:
         return msa_icp_write_index_k(
@@ -219,25 +216,24 @@ def _write_program(plan: MSAIcpIndexerPlan, mesh: Mesh | None) -> Program:
             backend=plan.backend,
         )
 
-    inputs = {
-        "index_k": (plan.geometry.index_dtype, specs.index_k),
-        "new_k": (plan.geometry.index_dtype, specs.ALL),
-        "slot_mapping": (jnp.int32, specs.ALL),
-    }
-    return _program(plan, mesh, write, inputs, specs.index_k, donate=("index_k",))
+    return _program(plan, mesh, write, inputs, "index_k")
 
 
 def _program(
-    plan: MSAIcpIndexerPlan,
+    plan: Plan,
     mesh: Mesh | None,
     method: Callable[..., Any],
-    inputs: dict[str, tuple[Any, Any]],
-    outputs: Any,
-    donate: tuple[str, ...],
+    inputs: dict[str, Any],
+    written: str | tuple[str, ...],
     compiler_options: dict[str, Any] | None = None,
 ) -> Program:
-    """Jits a rank's method for all ranks; `inputs` are its arguments' dtypes and specs, by name."""
-    in_specs = tuple(spec for _, spec in inputs.values())
+    """Jits a rank's method for all ranks.
+
+    `inputs` are its arguments' dtypes by name; `written` are those that it returns, which are
+    donated.
+    """
+    specs = _Specs(plan.axis_name)
+    in_specs = tuple(map(specs.of, inputs))
     if mesh is None:
         # A leading axis of W where the icp axis shards, none where it replicates.
         axes = jax.tree.map(
@@ -253,18 +249,15 @@ def _program(
             method,
             mesh=mesh,
             in_specs=in_specs,
-            out_specs=outputs,
+            out_specs=jax.tree.map(specs.of, written),
             check_vma=plan.backend != "mosaic",
         )
-    jitted = jax.jit(
-        mapped,
-        donate_argnums=[list(inputs).index(name) for name in donate],
-        compiler_options=compiler_options,
-    )
-    return Program(jitted, {name: dtype for name, (dtype, _) in inputs.items()})
+    donated = [list(inputs).index(name) for name in jax.tree.leaves(written)]
+    jitted = jax.jit(mapped, donate_argnums=donated, compiler_options=compiler_options)
+    return Program(jitted, inputs)
 
 
-def check_mesh(plan: MSAIcpIndexerPlan, mesh: Mesh | None) -> None:
+def check_mesh(plan: Plan, mesh: Mesh | None) -> None:
     """Raises unless `mesh` is None or has the plan's icp axis with one position per rank."""
     if mesh is None:
         return
@@ -279,7 +272,7 @@ def check_mesh(plan: MSAIcpIndexerPlan, mesh: Mesh | None) -> None:
 
 
 def warmup(
-    plan: MSAIcpIndexerPlan,
+    plan: Plan,
     num_pages: int,
     table_width: int,
     batch_sizes: Sequence[int] | None,
@@ -298,15 +291,14 @@ def warmup(
         page_rows = least_rows
     page_rows = checks.integer("page_rows", page_rows, least_rows, MAX_INT32)
     decodes = decode_shapes(limits, batch_sizes, query_lens)
+    with_comm, tagged = checks.flag("with_comm", with_comm), checks.flag("tagged", tagged)
     check_mesh(plan, mesh)
     make = functools.partial(_abstract, plan, mesh)
     shapes = Shapes(limits, make, (num_pages, page_rows, HEAD_DIM), table_width)
     tokens_written = {limits.window_tokens}
     for batch, query_len in decodes:
         tokens_written.add(batch * query_len)
-        program = plan.decode_program(
-            mesh, decode_query_len=query_len, with_comm=with_comm, tagged=tagged
-        )
+        program = decode_program(plan, mesh, query_len, tagged, with_comm, None, True)
         storage = (_abstract_comm(plan, mesh), np.int32(0)) if with_comm else ()
         program.lower(*shapes.decode(batch, query_len).values(), *storage).compile()
     window_plan = jax.tree.map(
@@ -315,20 +307,12 @@ def warmup(
             functools.partial(plan.prefill_window_plan, **shapes.bounds()), *shapes.window()
         ),
     )
-    plan.prefill_program(mesh).lower(*shapes.prefill(window_plan).values()).compile()
+    prefill_program(plan, mesh, None).lower(*shapes.prefill(window_plan).values()).compile()
     for tokens in sorted(tokens_written):
-        plan.write_program(mesh).lower(*shapes.write(tokens).values()).compile()
+        write_program(plan, mesh).lower(*shapes.write(tokens).values()).compile()
 
 
-def is_decode_fused(plan: MSAIcpIndexerPlan, requests: int, fused: bool | None) -> bool:
-    """Whether a decode is fused: as asked, or None, as the plan chooses."""
-    if fused is not None:
-        return checks.flag("fused", fused)
-    least = plan.fused_decode_min_batch
-    return least is not None and requests >= least
-
-
-def _abstract_comm(plan: MSAIcpIndexerPlan, mesh: Mesh | None) -> MSAIcpComm:
+def _abstract_comm(plan: Plan, mesh: Mesh | None) -> MSAIcpComm:
     """All ranks' storage of the plan's transport."""
     limits, specs = plan.geometry, comm_specs(plan.axis_name)
     shapes = comm_shapes(
@@ -342,7 +326,7 @@ def _abstract_comm(plan: MSAIcpIndexerPlan, mesh: Mesh | None) -> MSAIcpComm:
 
 
 def _abstract(
-    plan: MSAIcpIndexerPlan, mesh: Mesh | None, name: str, local_shape: tuple[int, ...], dtype: Any
+    plan: Plan, mesh: Mesh | None, name: str, local_shape: tuple[int, ...], dtype: Any
 ) -> jax.ShapeDtypeStruct:
     """An argument of all ranks, from its name and its shape on one rank."""
     spec = _Specs(plan.axis_name).of(name)
@@ -350,7 +334,7 @@ def _abstract(
 
 
 def _of_all_ranks(
-    plan: MSAIcpIndexerPlan, mesh: Mesh | None, spec: P, local_shape: tuple[int, ...], dtype: Any
+    plan: Plan, mesh: Mesh | None, spec: P, local_shape: tuple[int, ...], dtype: Any
 ) -> jax.ShapeDtypeStruct:
     """An argument of all ranks, from its spec and its shape on one rank."""
     world_size, axis = plan.geometry.world_size, plan.axis_name
