@@ -30,11 +30,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from msa_icp_jax import rows as candidate_rows
-from msa_icp_jax.geometry import MAX_BLOCKS, NUM_HEADS, NUM_SLOTS, TOPK, cdiv
+from msa_icp_jax.geometry import MAX_BLOCKS, NUM_HEADS, TOPK, cdiv
 from msa_icp_jax.ops._mosaic import lanes, peer_memory
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, i64, int32, where
 from msa_icp_jax.ops._mosaic.launch import (
@@ -321,19 +319,22 @@ def _merge(
     `others` are the tags of tagged rows, or the slot and the counters of arriving ones; the rank
     comes first where `recv` are addresses.
     """
-    turns = cdiv(facts.rows, facts.rows_at_once)
-    ctas = min(turns, target.sms) if target.interpret else turns
+    ctas = cdiv(facts.rows, facts.rows_at_once)
+    body = functools.partial(_kernel, facts=facts, pdl=enable_pdl)
+    count = errors
+    if target.interpret:
+        from msa_icp_jax.ops.merge import interpret  # on demand: only tests need it
+
+        ctas = min(ctas, target.sms)
+        body = functools.partial(interpret.merge, facts=facts, ctas=ctas)
+        count = None if errors is None else interpret.no_faults(facts)
     writes_recv = facts.clears and not facts.by_address
     received: Any = writable(recv) if writes_recv else recv
-    faults: list[Any] = []
-    if errors is not None:
-        # The stock ops have no atomic add: there every row reports its own faults.
-        count = jnp.zeros(facts.rows, jnp.int32) if target.interpret else errors
-        faults = [writable(count)]
+    faults = [] if count is None else [writable(count)]
     fresh = jax.ShapeDtypeStruct((facts.tokens, facts.heads, TOPK), jnp.int32)
     into = [] if output is None else [writable(output)]
     found = launch(
-        functools.partial(_kernel, facts=facts, ctas=ctas, pdl=enable_pdl, target=target),
+        body,
         name="merge_arriving_rows" if facts.waits else "merge_rows",
         target=target,
         grid=(ctas,),
@@ -356,84 +357,14 @@ def _kernel(
     *others: Any,
     shared: Any,
     facts: Merge,
-    ctas: int,
     pdl: bool,
-    target: Target,
 ) -> None:
     *given, output = others
-    if pdl and not target.interpret:
+    if pdl:
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
-    merge = _merge_stock if target.interpret else _merge_inline
     faults = given.pop() if facts.lasts else None
-
-    def turn(index: Any) -> None:
-        merge(recv, counts, given, output, faults, shared, index, facts)
-
-    if ctas * facts.rows_at_once >= facts.rows:
-        turn(lax.axis_index(CTA))
-        return
-
-    @pl.loop(0, cdiv(facts.rows, ctas * facts.rows_at_once))
-    def _(i: Any) -> None:
-        turn(i * ctas + lax.axis_index(CTA))
-
-
-# ---- stock ops ----
-
-
-def _merge_stock(
-    recv: Any,
-    counts: Any,
-    others: list[Any],
-    output: Any,
-    faults: Any,
-    shared: Any,
-    turn: Any,
-    facts: Merge,
-) -> None:
-    """Nothing arrives while the interpreter runs this, so one look is as good as many."""
-    del shared
-    slot = [lax.rem(others[0][0], NUM_SLOTS)] if facts.waits else []
-    for i in range(facts.rows_at_once):
-        row = turn * facts.rows_at_once + i
-
-        @pl.when(row < facts.rows)
-        def _(row: Any = row) -> None:
-            token, head = lax.div(row, facts.heads), lax.rem(row, facts.heads)
-            received = recv[*slot, :, head, token]
-            if facts.tagged:
-                tag = others[-1][*slot, head, token]
-                if facts.waits:
-                    tag = candidate_rows.next_generation(tag)
-                    others[-1][*slot, head, token] = tag
-                arrived = (received[..., 1] == tag).all(axis=-1)
-                received = received[..., 0]
-            else:
-                arrived = received[:, ROW_WORDS - 1] == READY
-            best = _best_ids(received, counts[token], facts)
-            output[token, head] = jnp.where(arrived.all(), best, NO_BLOCK)
-            if facts.lasts:
-                faults[row] = jnp.sum(~arrived, dtype=jnp.int32)
-            if facts.clears:
-                recv[*slot, :, head, token, ROW_WORDS - 1] = jnp.zeros(facts.sources, jnp.int32)
-
-
-def _best_ids(received: jax.Array, count: jax.Array, facts: Merge) -> jax.Array:
-    """The merged ids [16] of one (token, head)."""
-    words, ids = (x.reshape(-1) for x in candidate_rows.unpack(received))
-    ids, _, words = lax.sort((ids, ~candidate_rows.order_keys(words), words), num_keys=2)
-    keys = candidate_rows.candidate_keys(words, ids, count, facts.begin, facts.end)
-    repeated = jnp.concatenate([jnp.full(1, False), ids[1:] == ids[:-1]])
-    keys = jnp.where(repeated, INVALID_KEY, keys)
-    best = candidate_rows.ascending(candidate_rows.take_top16(keys, words, ids)[2])[0]
-    if facts.prefill:
-        only_block_zero = jnp.where(jnp.arange(TOPK) == 0, 0, NO_BLOCK)
-        best = jnp.where(count <= 0, only_block_zero, best)
-    return best
-
-
-# ---- machine pieces ----
+    _merge_inline(recv, counts, given, output, faults, shared, lax.axis_index(CTA), facts)
 
 
 def _merge_inline(
