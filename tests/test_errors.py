@@ -292,6 +292,9 @@ TABLE_OF_CALLS: dict[Callable[..., Any], dict[str, Argument]] = {
         "backend": BACKEND,
         "precision": PRECISION,
         "axis_name": Argument("icp", [Wrong(3, TypeError, "must be a str", "got 3")]),
+        "transport": choice("collective", "collective", "one-sided", "auto").also(
+            Wrong("one-sided", ValueError, 'the backend "mosaic"', 'got "xla"')
+        ),
     },
     api.IndexerGeometry: GEOMETRY,
     api.msa_icp_comm_layout: {
@@ -615,6 +618,8 @@ METHODS: dict[Callable[..., Any], dict[str, Argument]] = {
             [],
             [Wrong([0], ValueError, "in [1, 4]", "got 0"), Wrong([5], ValueError, "4]", "got 5")],
         ),
+        "with_comm": flag(False),
+        "tagged": flag(False),
     },
 }
 
@@ -689,7 +694,8 @@ def test_every_method_that_takes_arguments_is_in_the_table():
     }
     in_table = {f.__name__.replace("exchanged", "prefill_exchange") for f in METHODS}
     programs = {"decode_program", "prefill_program", "write_program"}  # their mesh is tested below
-    assert methods == in_table | programs
+    storage_of_a_mesh = {"init_comm", "free_comm"}  # see test_one_sided_plan
+    assert methods == in_table | programs | storage_of_a_mesh
 
 
 def test_only_int32_is_an_index():
