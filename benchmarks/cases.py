@@ -277,9 +277,6 @@ BF16 = tuple(
         (DECODE[2], 1.22),
         (DECODE[3], 1.12),
         (DECODE[4], 1.08),
-        (PREFILL[2], 1.35),
-        (PREFILL[4], 1.25),
-        (PREFILL[8], 1.35),
     )
 )
 ADVERSARIAL_OVER_NORMAL = 2.5  # their time over that of the case of normal data, at most
@@ -303,11 +300,12 @@ HOST: dict[str, tuple[str, float | None]] = {
     "decode-dlpack-eager": ("mosaic", 35.0),
 }
 
-FULL: tuple[Case, ...] = (*DECODE, *ALONE, *PREFILL, *ADVERSARIAL)
+FULL: tuple[Case, ...] = (*DECODE, *ALONE, *PREFILL, *BF16, *ADVERSARIAL)
 QUICK: tuple[Case, ...] = (
     decode("quick-decode", (1024, 700, 3000), 4, each=2),
     Prefill("quick-prefill", (512, 300), (40, 24), 2),
     Prefill("quick-ascending", (3000,), (64,), 2, data="ascending"),
+    dataclasses.replace(decode("quick-bf16", (700, 300), 4), dtype=BFLOAT16),
     Alone("select", 8, 256),
     Alone("merge", 8),
 )

@@ -58,7 +58,7 @@ IN_JAX = {  # of the stage jax-chain
     "one-sided-tagged": "one-sided, tagged",
 }
 _NOT_YET = "\nNot measured yet.\n\n"
-_CASES: dict[str, Case] = {case.name: case for case in (*FULL, *BF16)}
+_CASES: dict[str, Case] = {case.name: case for case in FULL}
 
 Key = tuple[str, ...]
 Rows = dict[Key, Row]

@@ -262,9 +262,16 @@ def lower_task(task: Task, sms: int) -> Kept:
 
 
 def _compiled(pool: Executor, task: Task, sms: int) -> Kept:
-    """A task lowered in the pool, with its kernels compiled in this thread."""
-    found = pool.submit(lower_task, task, sms).result()
-    compile_all(found.values())
+    """A task lowered in the pool, with its kernels compiled in this thread; none if it fails.
+
+    The run lowers such a task as it comes to it, and says then what is wrong.
+    """
+    try:
+        found = pool.submit(lower_task, task, sms).result()
+        compile_all(found.values())
+    except Exception as error:
+        print(f"not compiled ahead: {task[0].name}, {type(error).__name__}")
+        return {}
     return found
 
 

@@ -30,6 +30,7 @@ from benchmarks.baselines import Baseline
 from benchmarks.cases import (
     ADVERSARIAL,
     ALONE,
+    BF16,
     DECODE,
     FULL,
     HOST,
@@ -678,11 +679,11 @@ def test_globs_in_the_help_match_what_they_promise(capsys):
     said = capsys.readouterr().out
     named = {glob: {c.name for c in (*FULL, *QUICK) if fnmatch.fnmatch(c.name, glob)}
              for glob in re.findall(r"'(\S+\*)'", said)}  # fmt: skip
-    assert named["d-*"] == {case.name for case in DECODE}
+    assert named["d-*"] == {case.name for case in (*DECODE, *BF16)}
     assert named["p-*"] == {case.name for case in (*PREFILL, *ADVERSARIAL)}
     for stage in ("select", "merge"):
         assert named[f"{stage}-*"] >= {case.name for case in ALONE if case.stage == stage}
-    assert named["quick-*"] == {"quick-decode", "quick-prefill", "quick-ascending"}
+    assert named["quick-*"] == {"quick-decode", "quick-prefill", "quick-ascending", "quick-bf16"}
 
 
 @pytest.mark.parametrize("command", ["", "sweep", "record", "compare", "merge", "plot", "readme"])
@@ -989,13 +990,13 @@ def test_peers_are_measured_at_every_case_of_decode_and_prefill():
     there = dict.fromkeys((*bench.TORCH, *peers.PEERS))
     machine = types.SimpleNamespace(gpu=True, mosaic=True, baselines=there)
     items = bench.items(machine)
-    assert len({(item.key, item.beside) for item in items}) == len(items)
+    assert len({item.label for item in items}) == len(items)
     every = {case.name for case in (*DECODE, *PREFILL)}
     of = {name: {x.case.name for x in items if x.backend == name} for name in there}
     assert of["flashinfer"] == of["vllm"] == of["torch"] == every
     assert of["flashinfer-no-icp"] == of["torch_compile"] == {case.name for case in DECODE}
     own = [x.case.name for x in items if (x.stage, x.backend) == ("local", "mosaic")]
-    assert set(own) == every | {case.name for case in ADVERSARIAL}
+    assert set(own) == every | {case.name for case in (*ADVERSARIAL, *BF16)}
 
 
 # ---- everything at once ----
