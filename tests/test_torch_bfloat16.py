@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import inputs
 import numpy as np
 import oracle
 import pytest
@@ -126,3 +127,14 @@ def test_there_is_no_direct_route_without_kernels(monkeypatch):
         prepare(2, 128, 0, index_dtype=BF16, backend="mosaic", device=CPU)
     with pytest.raises(ValueError, match="index_dtype must be one of 'float8_e4m3fn', 'bfloat16'"):
         prepare(2, 128, 0, index_dtype="float16")
+
+
+def test_warmup_compiles_what_decode_uses():
+    group = Group(2, 128, index_dtype=BF16)
+    case = random_decode(LENGTHS, 2, 128, index_dtype=BF16)
+    steps = [decode_step(plan, case) for plan in group.plans]
+    for plan, step in zip(group.plans, steps, strict=True):
+        width = step.block_table.shape[1]
+        plan.warmup(step.index_k, table_width=width, batch_sizes=[4], query_lens=[2])
+    with inputs.nothing_compiles():
+        group.decode([step._replace(scores=step.scores[:8].clone()) for step in steps], 2)
