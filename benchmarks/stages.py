@@ -36,7 +36,7 @@ from msa_icp_jax import (
     msa_icp_topk_select_publish,
 )
 from msa_icp_jax.geometry import NUM_HEADS, TOPK
-from msa_icp_jax.ops.prefill_score import score_candidates
+from msa_icp_jax.ops.prefill_score import score_and_select
 from msa_icp_jax.rows import ROW_WORDS
 
 POISON = -7  # what buffers hold before a stage writes them; no id and no likely score
@@ -91,9 +91,8 @@ def build(case: Case, stage: str, backend: str, precision: str) -> Stage:
         return {
             "score": Stage((score,), "table"),
             "select": Stage((select,), "counts", prelude=(score,)),
-            # What `prefill_local` of a plan launches: unlike the public scorer, it leaves columns
-            # alone that the selection does not read.
-            "local": Stage((made["candidates"], select), "table"),
+            # What `prefill_local` of a plan launches.
+            "local": Stage((made["local"],), "table"),
             # The scores are there to check the rows against.
             "fused-local": Stage((made["fused"],), "table", prelude=(score,)),
         }[stage]
@@ -193,15 +192,16 @@ def _prefill_parts(case: Prefill, backend: str, precision: str) -> dict[str, Par
     def score(*arrays: Any) -> Any:
         return msa_icp_index_score_sharded(*arrays[:-1], max_score=arrays[-1], **window)
 
-    def candidates(*arrays: Any) -> Any:
-        return score_candidates(*arrays[:-1], max_score=arrays[-1], **window)
+    def local(*arrays: Any) -> Any:
+        *inputs, scores, rows = arrays
+        return score_and_select(*inputs, rows, scores, columns=case.columns, **window, **_FORCED)
 
     select = functools.partial(msa_icp_topk_select_prefill, **_FORCED, backend=backend)
     fused = functools.partial(msa_icp_prefill_score_select, **window, **_FORCED)
     read = ("queries", "keys", "table", "plan")
     parts = (
         Part("score", score, (*read, "scores"), ("scores",)),
-        Part("candidates", candidates, (*read, "counts", "scores"), ("scores",)),
+        Part("local", local, (*read, "counts", "scores", "rows"), ("rows", "scores")),
         Part("select", select, ("scores", "counts", "rows"), ("rows",)),
         Part("fused", fused, (*read, "counts", "rows"), ("rows",)),
     )

@@ -62,13 +62,11 @@ from msa_icp_jax.ops.merge import merge_in_slot, merge_once
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, msa_icp_index_score_sharded_plan_device
 from msa_icp_jax.ops.prefill_score import (
     msa_icp_prefill_pool_bytes,
-    score_candidates,
-    select_columns,
+    score_and_select,
 )
 from msa_icp_jax.ops.select import (
     by_owner,
     check_slot,
-    msa_icp_topk_select_prefill,
     msa_icp_topk_select_publish,
 )
 
@@ -77,7 +75,6 @@ from msa_icp_jax.ops.select import (
 # longer on an H200: 1.17 times for 1 request of 1M keys (W 4), 1.29 for 8 and 1.17 for 32 of 128K
 # keys (W 4), 1.36 for 32 of 32K keys and 1.18 for 64 of 64K keys (W 2).
 _FUSED_DECODE_MIN_BATCH: dict[str, int | None] = {"xla": None, "mosaic": None}
-_FUSED_PREFILL: dict[str, bool] = {"xla": False, "mosaic": False}
 
 
 def prepare_msa_icp_indexer(
@@ -204,8 +201,8 @@ class MSAIcpIndexerPlan:
 
     @property
     def fused_prefill(self) -> bool:
-        """Whether prefill is faster fused, by measurement; in exact precision it never is."""
-        return _FUSED_PREFILL[self.prefill_backend] and self.precision != "exact"
+        """Whether prefill is faster without the caller's score scratch: it never is."""
+        return False
 
     def decode(
         self,
@@ -496,7 +493,9 @@ class MSAIcpIndexerPlan:
           num_valid_pages: int32 [T], visible *blocks* of each query row, 0 for padding rows
             (`MSAIcpScorePlan.num_valid_pages` computes it).
           carrier_view: int32 [4, >= T, 33] to write into.
-          fused: score and select in one pass, without score rows; None: `fused_prefill`.
+          fused: leave `score_scratch` alone (it is returned as it came) and score into a temporary
+            plane of 4 heads x columns x 4 bytes a token; None: `fused_prefill`, or where
+            `score_scratch` is None.
 
         Returns:
           (carrier, score_scratch), candidate rows head-major and the scratch as it is now.
@@ -522,46 +521,27 @@ class MSAIcpIndexerPlan:
                 "score_scratch must be a float32 array of prefill_score_shape() when fused=False, "
                 "got None"
             )
-        rank = self._rank()
-        inputs: dict[str, Any] = {
-            "q": query,
-            "k": index_k,
-            "block_table": block_table,
-            "plan": window_plan,
-            "rank": rank,
-            "tp": self.geometry.world_size,
-            "compact": self.geometry.compact,
-            "backend": self.prefill_backend,
-            "precision": self.precision,
-            "row_offset": self.geometry.row_offset,
-        }
-        forced: dict[str, Any] = {
-            "force_begin_blocks": self.geometry.init_blocks,
-            "force_end_blocks": self.geometry.local_blocks,
-        }
-        if fused:
-            carrier = select_columns(
-                **inputs,
-                num_valid_pages=num_valid_pages,
-                carrier=carrier_view,
-                columns=self.geometry.score_columns,
-                **forced,
-            )
-            return carrier, score_scratch
-        assert score_scratch is not None
-        score_scratch = score_candidates(
-            **inputs, num_valid_pages=num_valid_pages, max_score=score_scratch
-        )
-        carrier = msa_icp_topk_select_prefill(
-            score_scratch,
+        carrier, plane = score_and_select(
+            query,
+            index_k,
+            block_table,
+            window_plan,
             num_valid_pages,
             carrier_view,
-            index_scale=self.geometry.index_scale,
-            index_offset=self.geometry.index_offset(rank),
-            backend=self.backend,
-            **forced,
+            None if fused else score_scratch,
+            columns=self.geometry.score_columns,
+            rank=self._rank(),
+            tp=self.geometry.world_size,
+            compact=self.geometry.compact,
+            force_begin_blocks=self.geometry.init_blocks,
+            force_end_blocks=self.geometry.local_blocks,
+            enable_pdl=True,
+            backend=self.prefill_backend,
+            precision=self.precision,
+            row_offset=self.geometry.row_offset,
+            select_backend=self.backend,
         )
-        return carrier, score_scratch
+        return carrier, score_scratch if fused else plane
 
     def prefill_exchange(self, carrier: jax.Array) -> jax.Array:
         """Sends each head's candidate rows to its owner: the one collective of a layer.
@@ -752,7 +732,7 @@ class MSAIcpIndexerPlan:
         return (pool,)
 
     def prefill_pool_shape(self) -> tuple[int]:
-        """(bytes,): scratch of the fused prefill of one window, uint8."""
+        """(bytes,): the least pool that asks for a fused prefill of one window, uint8."""
         pool = msa_icp_prefill_pool_bytes(
             total_q=self.geometry.window_tokens, batch=self.geometry.max_num_seqs
         )

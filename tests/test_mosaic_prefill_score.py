@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import race_free
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from msa_icp_jax.geometry import MAX_INT32, MAX_TOKENS
@@ -21,7 +22,8 @@ from msa_icp_jax.ops._mosaic.launch import Target
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan as host_plan
 from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan_device as device_plan
-from msa_icp_jax.ops.prefill_score import mosaic
+from msa_icp_jax.ops.prefill_score import config, kernel
+from msa_icp_jax.ops.select.kernel import select_rows
 
 _PAGES = 40
 _UNTOUCHED = 7.5
@@ -131,7 +133,7 @@ def test_scores_are_the_contract(shard, pitch, columns, sm_scale, initialize, ct
     inputs = make_inputs(WINDOW, shard, pitch)
     before = np.full((WINDOW.tokens + 3, 4, columns), _UNTOUCHED, np.float32)
     actual = run(
-        mosaic.prefill_scores,
+        kernel.prefill_scores,
         fp8(inputs.query),
         fp8(inputs.keys),
         inputs.table,
@@ -158,21 +160,20 @@ def test_candidates_past_the_causal_prefix_are_hidden(shard):
     counts[:3] = -5, 8192, 2**31 - 1
     before = np.full((WINDOW.tokens, 4, columns), _UNTOUCHED, np.float32)
     actual = run(
-        mosaic.prefill_scores,
+        kernel.candidate_scores,
         fp8(inputs.query),
         fp8(inputs.keys),
         inputs.table,
         WINDOW.plan(3),
         before,
+        jnp.asarray(counts, jnp.int32),
         rank=shard.rank,
         world_size=shard.world_size,
         page_size=shard.page_size,
         row_offset=0,
-        sm_scale=1.0,
-        initialize=False,
+        forced=(0, 1),
         precision="fast",
         target=Target(3, interpret=True),
-        num_valid_pages=jnp.asarray(counts, jnp.int32),
     )
     plane = reference(WINDOW, inputs, columns, shard)
     ids = np.arange(columns) * shard.index_scale + shard.index_offset
@@ -190,69 +191,98 @@ ROW_CASES = [
 ]
 # More than 16 blocks, cut over several CTAs; a segment that sees fewer than its positions' blocks.
 LONG_WINDOW = Window([6, 20, 2], [5000, 300, 0], [5006, 200, 2], tail=3)
+_COLUMNS = 48
+
+
+def rows_of(*arrays: Any, forced: tuple[int, int], scale: int, offset: int, **options: Any) -> Any:
+    """Candidate rows from a plane that is made for them, and the plane."""
+    *inputs, counts, carrier = arrays
+    plane = jax.ShapeDtypeStruct((counts.shape[0], 4, _COLUMNS), jnp.float32)
+    scores = kernel.candidate_scores(*inputs, plane, counts, forced, **options)
+    found = select_rows(
+        scores,
+        counts,
+        carrier,
+        None,
+        index_scale=scale,
+        index_offset=offset,
+        force_begin_blocks=forced[0],
+        force_end_blocks=forced[1],
+        enable_pdl=False,
+        target=options["target"],
+    )
+    return found, scores
+
+
+def run_rows(window, inputs, shard, forced, ctas, precision, counts):
+    """(rows, scores) of the kernel, checked against the selection of the oracle's scores."""
+    before = np.full((4, window.tokens + 2, 33), 77, np.int32)
+    call = functools.partial(
+        rows_of,
+        forced=forced,
+        scale=shard.index_scale,
+        offset=shard.index_offset,
+        world_size=shard.world_size,
+        page_size=shard.page_size,
+        row_offset=shard.row_offset,
+        precision=precision,
+        enable_pdl=False,
+        target=Target(ctas, interpret=True),
+    )
+    arrays = (fp8(inputs.query), fp8(inputs.keys), inputs.table, window.plan(ctas), counts, before)
+    rows, scores = race_free.run(lambda rank, *given: call(*given, rank=rank), shard.rank, *arrays)
+    plane = reference(window, inputs, _COLUMNS, shard)
+    expected = oracle.select(
+        plane.scores.astype(np.float32),
+        counts,
+        *forced,
+        index_scale=shard.index_scale,
+        index_offset=shard.index_offset,
+    )
+    np.testing.assert_array_equal(rows[:, : window.tokens], expected)
+    assert (rows[:, window.tokens :] == 77).all()
+    return scores, plane
 
 
 @pytest.mark.parametrize(("shard", "pitch", "begin", "end", "ctas", "precision"), ROW_CASES)
 def test_rows_are_the_selection_of_the_scores(shard, pitch, begin, end, ctas, precision):
-    window = LONG_WINDOW
-    inputs = make_inputs(window, shard, pitch)
-    inputs.query[window.tokens // 2] = 0  # all scores tie
+    inputs = make_inputs(LONG_WINDOW, shard, pitch)
+    inputs.query[LONG_WINDOW.tokens // 2] = 0  # all scores tie
+    counts = LONG_WINDOW.counts()
+    run_rows(LONG_WINDOW, inputs, shard, (begin, end), ctas, precision, counts)
+
+
+QUICK_CASES = [
+    # shard, forced begin and end, first column of those of which every third is negative
+    pytest.param(oracle.Shard(3, 4, 128), 2, 3, 20, id="w4-p128"),
+    pytest.param(oracle.Shard(1, 2, 128), 0, 1, 20, id="w2-p128"),
+    pytest.param(oracle.Shard(1, 4, 128), 0, 1, 0, id="w4-p128-soon"),
+]
+QUICK_WINDOW = Window([5, 4], [6000, 0], [6005, 4], tail=1)
+
+
+@pytest.mark.parametrize(("shard", "begin", "end", "first"), QUICK_CASES)
+def test_negative_scores_that_cannot_win_are_no_matter(monkeypatch, shard, begin, end, first):
+    """Two steps together with integer maxima: other negative scores, but the same rows."""
+    monkeypatch.setitem(config.CONFIGS, "fast", replace(config.FAST, min_quick_steps=0))
+    window, rng = QUICK_WINDOW, np.random.default_rng(3)
+    inputs = make_inputs(window, shard, shard.rows)
+    table = np.resize(rng.permutation(_PAGES), inputs.table.shape[1])
+    inputs.table[:] = np.where(rng.random(inputs.table.shape) < 0.03, -1, table)
+    query = rng.integers(1, 4, (window.tokens, 4, 128))
+    keys = rng.integers(-1, 5, (_PAGES, shard.rows, 128))
+    below = np.unique(table[first:_PAGES:3])
+    keys[below] = rng.integers(-4, 0, keys[below].shape)
+    inputs.query[:], inputs.keys[:] = oracle.e4m3_encode(query), oracle.e4m3_encode(keys)
+    inputs.keys[5, 3] = 0xFF
     counts = window.counts()
-    before = np.full((4, window.tokens + 2, 33), 77, np.int32)
-    actual = run(
-        mosaic.prefill_rows,
-        fp8(inputs.query),
-        fp8(inputs.keys),
-        inputs.table,
-        window.plan(ctas),
-        counts,
-        before,
-        rank=shard.rank,
-        world_size=shard.world_size,
-        page_size=shard.page_size,
-        row_offset=shard.row_offset,
-        force_begin_blocks=begin,
-        force_end_blocks=end,
-        columns=48,
-        precision=precision,
-        target=Target(ctas, interpret=True),
-    )
-    plane = reference(window, inputs, 48, shard)
-    expected = oracle.select(
-        plane.scores.astype(np.float32),
-        counts,
-        begin,
-        end,
-        index_scale=shard.index_scale,
-        index_offset=shard.index_offset,
-    )
-    np.testing.assert_array_equal(actual[:, : window.tokens], expected)
-    assert (actual[:, window.tokens :] == 77).all()
-
-
-def test_parts_past_the_last_column_end_too(monkeypatch):
-    """A tile's rows wait for all its parts, those that have no column to score among them."""
-    window, ctas, columns = LONG_WINDOW, 9, 8
-    work = window.plan(ctas).work
-    steps = mosaic._Steps(4, 128, 0, window.tokens, columns)
-    ended = np.zeros(work.tiles.shape[0], int)
-    empty = 0
-
-    def end(sink: Any, piece: Any, half: Any, index: Any, done: Any, steps: Any) -> None:
-        nonlocal empty
-        ended[sink.work.first + index] += 1
-        empty += piece.begin >= piece.end
-
-    monkeypatch.setattr(mosaic._RowSink, "_select_piece", end)
-    monkeypatch.setattr(mosaic._RowSink, "_write_unscored", lambda *_: None)
-    with jax.disable_jit():
-        for row in range(ctas):
-            monkeypatch.setattr(mosaic.lax, "axis_index", lambda _, row=row: row)
-            sink = object.__new__(mosaic._RowSink)
-            sink.work = mosaic._Range.load(work.ranges, work.tiles)
-            sink.select(0, steps)
-    assert empty
-    np.testing.assert_array_equal(ended, np.asarray(work.tiles)[:, balance.PARTS])
+    counts[3] = 46  # fewer than are seen
+    scores, plane = run_rows(window, inputs, shard, (begin, end), 1, "fast", counts)
+    ids = np.arange(_COLUMNS) * shard.index_scale + shard.index_offset
+    candidates = np.broadcast_to((ids < counts[:, None])[:, None], scores.shape)
+    differ = candidates & (scores != plane.scores)
+    assert differ.any()
+    assert (scores[differ] < 0).all() and (plane.scores[differ] < 0).all()
 
 
 # ---- the work list ----
@@ -269,11 +299,10 @@ def random_windows(count: int, segments: int, tokens: int) -> list[Window]:
     return windows
 
 
-def parts_of(work: balance.PrefillWork) -> dict[tuple[int, int], tuple[int, int]]:
-    """(tile, unit) -> (CTA, slot); every part visited as the kernel visits it."""
+def parts_of(work: balance.PrefillWork) -> dict[tuple[int, int], int]:
+    """(tile, unit) -> CTA; every part visited as the kernel visits it."""
     ranges, tiles = np.asarray(work.ranges), np.asarray(work.tiles)
-    found: dict[tuple[int, int], tuple[int, int]] = {}
-    slots: set[int] = set()
+    found: dict[tuple[int, int], int] = {}
     for cta, row in enumerate(ranges):
         first, count = row[balance.RANGE_TILE], row[balance.RANGE_TILES]
         if count:
@@ -282,12 +311,9 @@ def parts_of(work: balance.PrefillWork) -> dict[tuple[int, int], tuple[int, int]
             units = -(-tiles[first + i, balance.SCORED] // balance.UNIT_POSITIONS)
             begin = row[balance.RANGE_BEGIN] if i == 0 else 0
             end = row[balance.RANGE_END] if i == count - 1 else units
-            slot = int(row[balance.RANGE_SLOT] + i)
-            assert slot not in slots and slot < work.slots
-            slots.add(slot)
             for unit in range(begin, end):
                 assert (first + i, unit) not in found
-                found[int(first + i), unit] = (cta, slot)
+                found[int(first + i), unit] = cta
     return found
 
 
@@ -318,11 +344,6 @@ def test_every_unit_of_a_window_belongs_to_one_cta(ctas):
         parts = parts_of(work)
         units = -(-need // balance.UNIT_POSITIONS)
         assert set(parts) == {(i, u) for i, n in enumerate(units) for u in range(n)}
-        for i, count in enumerate(units):
-            slots = [parts[i, u][1] for u in range(count)]
-            first = tiles[i, balance.FIRST_SLOT]
-            assert slots == sorted(slots)
-            assert set(slots) == set(range(first, first + tiles[i, balance.PARTS]))
     assert build._cache_size() == 1  # one compile for all windows of the same bounds
 
 
@@ -330,7 +351,7 @@ def test_a_ragged_window_is_shared_evenly():
     ends = [round(16384 * 16 ** (i / 7)) for i in range(8)]
     window = Window([1024] * 8, [end - 1024 for end in ends], ends)
     parts = parts_of(balance.prefill_work(window.plan(), 132))
-    load = np.bincount([cta for cta, _ in parts.values()], minlength=132)
+    load = np.bincount(list(parts.values()), minlength=132)
     assert load.max() <= 1.03 * load.mean()
 
 

@@ -285,9 +285,9 @@ class MSAIcpIndexerPlan:
             fused, where it may be None.
           num_valid_pages: int32 [T], visible *blocks* of each query row, 0 for padding rows.
           carrier_view: int32 [4, >= T, 33], written.
-          pool: uint8 [>= prefill_pool_shape()]: score and select in one pass. The memory itself
-            stays untouched (the routes have their own). None: fused where `fused_prefill`, or
-            without a score_scratch.
+          pool: uint8 [>= prefill_pool_shape()]: leave score_scratch alone. The pool itself stays
+            untouched: the routes have a plane of their own, 4 heads x columns x 4 bytes a token.
+            None: fused where `fused_prefill`, or without a score_scratch.
 
         Raises:
           TypeError, ValueError, RuntimeError: as in `decode`.

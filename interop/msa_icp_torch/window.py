@@ -74,9 +74,8 @@ def build(
     if plan.num_segments == 0:
         return plan
     ranges, tiles, tile_of = balance.work_tables(plan, ctas, xp)
-    counters: Any = tiles.new_zeros((tiles.shape[0], balance.COUNTERS))
     keys: Any = hidden
-    return dataclasses.replace(plan, work=PrefillWork(ranges, tiles, tile_of, keys, counters))
+    return dataclasses.replace(plan, work=PrefillWork(ranges, tiles, tile_of, keys))
 
 
 def leaves(plan: Any) -> dict[str, torch.Tensor]:

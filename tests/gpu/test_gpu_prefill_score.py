@@ -16,10 +16,11 @@ import numpy as np
 import oracle
 import pytest
 
+from msa_icp_jax.geometry import column_offset, column_scale
 from msa_icp_jax.ops._mosaic.launch import current_target
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan_device as device_plan
-from msa_icp_jax.ops.prefill_score import mosaic
+from msa_icp_jax.ops.prefill_score import kernel
 from msa_icp_jax.ops.select.kernel import select_rows
 
 _EPS = {"fast": 2**-10, "exact": 2**-17}
@@ -37,10 +38,41 @@ def _plan(qo: list[int], offset: list[int], kv: list[int], tail: int) -> MSAIcpS
     return replace(plan, work=balance.prefill_work(plan, current_target().sms))
 
 
-def _jitted(kernel: Any, shard: oracle.Shard, *, donate: int, **options: Any) -> Any:
-    """The kernel under jit; the rank is traced, the buffer donated."""
+def _rows(
+    *arrays: Any,
+    rank: Any,
+    force_begin_blocks: int,
+    force_end_blocks: int,
+    columns: int,
+    target: Any,
+    **options: Any,
+) -> Any:
+    """Candidate rows, selected from a plane that is made for them."""
+    *inputs, counts, carrier = arrays
+    plane = jax.ShapeDtypeStruct((counts.shape[0], 4, columns), jnp.float32)
+    forced = (force_begin_blocks, force_end_blocks)
+    scores = kernel.candidate_scores(
+        *inputs, plane, counts, forced, rank=rank, target=target, **options
+    )
+    page_size = options["page_size"]
+    return select_rows(
+        scores,
+        counts,
+        carrier,
+        None,
+        index_scale=column_scale(page_size),
+        index_offset=column_offset(rank, options["world_size"], page_size),
+        force_begin_blocks=force_begin_blocks,
+        force_end_blocks=force_end_blocks,
+        enable_pdl=True,
+        target=target,
+    )
+
+
+def _jitted(run: Any, shard: oracle.Shard, *, donate: int, **options: Any) -> Any:
+    """A kernel under jit; the rank is traced, the buffer donated."""
     call = functools.partial(
-        kernel,
+        run,
         world_size=shard.world_size,
         page_size=shard.page_size,
         row_offset=shard.row_offset,
@@ -82,7 +114,7 @@ def _scores(
     table = inputs.block_table(rng, _KV, shard.page_size, width, len(keys), bad_share=0.1)
     before = inputs.any_bits(rng, (len(queries) + 3, 4, columns))
     call = _jitted(
-        mosaic.prefill_scores,
+        kernel.prefill_scores,
         shard,
         donate=4,
         sm_scale=sm_scale,
@@ -154,7 +186,7 @@ def test_cache_over_two_gib():
     )
     before = np.zeros((64, 4, 16), np.float32)
     call = _jitted(
-        mosaic.prefill_scores,
+        kernel.prefill_scores,
         shard,
         donate=4,
         sm_scale=1.0,
@@ -181,7 +213,7 @@ def test_cache_over_two_gib():
 @pytest.mark.parametrize(("world_size", "page_size"), _SHARDS)
 @pytest.mark.parametrize(("begin", "end"), [(0, 1), (2, 3)])
 def test_rows_are_the_selection_of_the_kernels_own_scores(world_size, page_size, begin, end, data):
-    """Bit for bit, ties included: 20,000 positions are cut over many CTAs and logs."""
+    """Bit for bit, ties included: 20,000 positions are cut over many CTAs."""
     rng = np.random.default_rng(6)
     shard = oracle.Shard(world_size - 1, world_size, page_size)
     tokens = sum(_QO) + _TAIL
@@ -201,7 +233,7 @@ def test_rows_are_the_selection_of_the_kernels_own_scores(world_size, page_size,
     counts = oracle.prefill_num_valid_pages(_QO, _OFFSET, tokens)
     before = rng.integers(-9, 9, (4, tokens + 2, 33)).astype(np.int32)
     call = _jitted(
-        mosaic.prefill_rows,
+        _rows,
         shard,
         donate=5,
         force_begin_blocks=begin,
@@ -232,7 +264,7 @@ def test_rows_are_the_selection_of_the_kernels_own_scores(world_size, page_size,
 @pytest.mark.parametrize("precision", ["fast", "exact"])
 @pytest.mark.parametrize(("world_size", "page_size"), _SHARDS)
 def test_rows_of_a_large_window(world_size, page_size, precision):
-    """Every CTA has a share: 4,160 tokens of three segments, logs that fill up, parts that join."""
+    """Every CTA has a share: 4,160 tokens of three segments, and steps are taken two by two."""
     rng = np.random.default_rng(7)
     shard = oracle.Shard(0, world_size, page_size)
     qo, offset, kv = [3000, 60, 1100], [30000, 0, 12345], [33000, 60, 13445]
@@ -246,9 +278,9 @@ def test_rows_of_a_large_window(world_size, page_size, precision):
     forced = {"force_begin_blocks": 1, "force_end_blocks": 2}
     common = {"precision": precision, "enable_pdl": True}
     score = _jitted(
-        mosaic.prefill_scores, shard, donate=4, sm_scale=1.0, initialize=False, **common
+        kernel.prefill_scores, shard, donate=4, sm_scale=1.0, initialize=False, **common
     )
-    select = _jitted(mosaic.prefill_rows, shard, donate=5, columns=columns, **forced, **common)
+    select = _jitted(_rows, shard, donate=5, columns=columns, **forced, **common)
     plane = jnp.full((tokens, 4, columns), jnp.nan, jnp.float32)
     plane = score(jnp.int32(0), queries, keys, table, plan, plane)
     want = select_rows(

@@ -265,6 +265,13 @@ def team_barrier() -> None:
     mgpu.utils.warpgroup_barrier()
 
 
+def team_all(condition: Lane) -> Lane:
+    """Whether the predicate holds in all threads of the warpgroup; they wait for one another."""
+    barrier = Lane(mgpu.utils.warpgroup_barrier_idx(sync=False))
+    text = "bar.red.and.pred $0, $1, 128, $2;"
+    return ptx(text, barrier, condition, result=i1(), collective=True)
+
+
 def warp_ballot(condition: Lane) -> Lane:
     """Bit l: lane l's predicate."""
     text = f"vote.sync.ballot.b32 $0, $1, {ALL_LANES};"

@@ -9,8 +9,7 @@ persistent grid. So long and short segments, prefix hits, causal triangles and z
 all end at the same time, and a long tile is shared by as many CTAs as it takes.
 
 A column of the score plane is the maximum over one page alone, and no page lies in two units, so
-the parts of a split tile need no reduction. Where each part leaves a result of its own to be joined
-later (the Top16 of its columns), a tile's parts have consecutive *slots*.
+the parts of a split tile need no reduction.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan
 from msa_icp_jax.ops.prefill_plan.namespace import Namespace
 
 TILE_TOKENS = 64
-COUNTERS = 8  # of a tile: its rows are joined by eighths, a warp's rows each
 UNIT_POSITIONS = 512
 
 # Fields of a tile.
@@ -36,17 +34,14 @@ SEGMENT = 3  # row of the block table
 POSITION = 4  # position of the first of the 64 rows, were it in the segment; may be negative
 KEYS = 5  # keys of the segment
 SCORED = 6  # positions that the tile's last token sees, up to where no plane has a column
-FIRST_SLOT = 7  # slot of the tile's first part
-PARTS = 8  # CTAs that share the tile
-TILE_FIELDS = 9
+TILE_FIELDS = 7
 
 # Fields of a CTA's range; a copy of its first tile follows them.
 RANGE_TILE = 0  # first tile it has a part of
 RANGE_TILES = 1  # tiles it has a part of
 RANGE_BEGIN = 2  # unit of the first tile where its part begins
 RANGE_END = 3  # unit of the last tile where its part ends
-RANGE_SLOT = 4  # slot of its first part; the next parts have the next slots
-RANGE_FIELDS = 5
+RANGE_FIELDS = 4
 
 # Loading a tile's queries and masking its last keys costs as much as some of a unit's keys.
 UNIT_COST, TILE_COST = 4, 3
@@ -60,20 +55,12 @@ class PrefillWork(NamedTuple):
       tiles: int32 [n = ceil(total_q / 64) + B, TILE_FIELDS]; the unused tail is never reached.
       tile_of: int32 [max(total_q, 1)], the tile of each query row, -1 for rows of no segment.
       hidden: float8_e4m3fn [128, 128], NaN keys, loaded in place of pages that cannot be read.
-      counters: int32 [n, COUNTERS], zeros: how many parts of a tile are done, kept by the kernel
-        that joins them (in a copy of its own, or in place: it leaves zeros behind).
     """
 
     ranges: jax.Array
     tiles: jax.Array
     tile_of: jax.Array
     hidden: jax.Array
-    counters: jax.Array
-
-    @property
-    def slots(self) -> int:
-        """Parts of tiles there can be."""
-        return self.tiles.shape[0] + self.ranges.shape[0]
 
 
 def prefill_work(plan: MSAIcpScorePlan, ctas: int) -> PrefillWork:
@@ -90,7 +77,6 @@ def prefill_work(plan: MSAIcpScorePlan, ctas: int) -> PrefillWork:
         tiles=tiles,
         tile_of=tile_of,
         hidden=jnp.full((HEAD_DIM, HEAD_DIM), jnp.nan, jnp.float8_e4m3fn),
-        counters=jnp.zeros((tiles.shape[0], COUNTERS), jnp.int32),
     )
 
 
@@ -103,8 +89,7 @@ def work_tables(plan: MSAIcpScorePlan, ctas: int, xp: Namespace) -> tuple[Any, A
     _check_sums(plan)
     first, running = _tile_counts(plan, xp)
     tiles = _tiles(plan, first, running, xp)
-    ranges, slots = _equal_ranges(cdiv(tiles[:, SCORED], UNIT_POSITIONS), ctas, xp)
-    tiles = xp.concatenate([tiles, slots], 1)
+    ranges = _equal_ranges(cdiv(tiles[:, SCORED], UNIT_POSITIONS), ctas, xp)
     ranges = xp.concatenate([ranges, tiles[ranges[:, RANGE_TILE]]], 1)
     return ranges, tiles, _tile_of_rows(plan, first, running, tiles.shape[0], xp)
 
@@ -152,15 +137,12 @@ def _tiles(plan: MSAIcpScorePlan, first: Any, running: Any, xp: Namespace) -> An
         KEYS: keys,
         SCORED: xp.minimum(xp.clip(position + end - row, 0, MAX_TOKENS), keys),
     }
-    table = xp.stack([fields[i] for i in range(FIRST_SLOT)], 1)
+    table = xp.stack([fields[i] for i in range(TILE_FIELDS)], 1)
     return xp.where((index < running[-1])[:, None], table, 0)
 
 
-def _equal_ranges(units: Any, ctas: int, xp: Namespace) -> tuple[Any, Any]:
-    """Cuts tiles of `units` [n] into ranges of equal cost.
-
-    Returns the ranges [ctas, RANGE_FIELDS] and the tiles' (FIRST_SLOT, PARTS) [n, 2].
-    """
+def _equal_ranges(units: Any, ctas: int, xp: Namespace) -> Any:
+    """Cuts tiles of `units` [n] into ranges [ctas, RANGE_FIELDS] of equal cost."""
     last_tile = units.shape[0] - 1
     cost = xp.where(units > 0, units * UNIT_COST + TILE_COST, 0)
     cost_end, unit_end = _running_sum(cost, xp), _running_sum(units, xp)
@@ -180,21 +162,13 @@ def _equal_ranges(units: Any, ctas: int, xp: Namespace) -> tuple[Any, Any]:
     first = xp.clip(_count_up_to(unit_end, begin, xp), None, last_tile)
     last = xp.clip(_count_up_to(unit_end, end - 1, xp), None, last_tile)
     works = xp.clip(end - begin, 0, 1)
-    # The CTAs that have work, numbered; tile + CTA is a number that no two parts have in common.
-    number = _running_sum(works, xp) - works
     fields = {
         RANGE_TILE: first,
         RANGE_TILES: works * (last - first + 1),
         RANGE_BEGIN: begin - unit_start[first],
         RANGE_END: end - unit_start[last],
-        RANGE_SLOT: first + number,
     }
-    ranges = xp.stack([fields[i] for i in range(RANGE_FIELDS)], 1)
-
-    opener = number[xp.clip(_count_up_to(end, unit_start, xp), None, ctas - 1)]
-    closer = number[xp.clip(_count_up_to(end, unit_end - 1, xp), None, ctas - 1)]
-    slot = _range(units.shape[0], xp) + opener
-    return ranges, xp.stack([slot, xp.where(units > 0, closer - opener + 1, 0)], 1)
+    return xp.stack([fields[i] for i in range(RANGE_FIELDS)], 1)
 
 
 def _tile_of_rows(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import types
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from msa_icp_jax.geometry import BLOCK_SIZE, HEAD_DIM, MAX_SELECT_COLUMNS, NUM_H
 from msa_icp_jax.ops.index_cache import check_index_k
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan
 from msa_icp_jax.ops.prefill_score import xla
+from msa_icp_jax.ops.select import msa_icp_topk_select_prefill
 
 
 def msa_icp_index_score_sharded(
@@ -69,90 +70,10 @@ def msa_icp_index_score_sharded(
     Raises:
       TypeError, ValueError: an argument has the wrong dtype, shape or value.
     """
-    return _score(
-        q,
-        k,
-        block_table,
-        plan,
-        None,
-        max_score,
-        rank,
-        sm_scale=sm_scale,
-        initialize=initialize,
-        tp=tp,
-        compact=compact,
-        enable_pdl=enable_pdl,
-        backend=backend,
-        precision=precision,
-        row_offset=row_offset,
-    )
-
-
-def score_candidates(
-    q: jax.Array,
-    k: jax.Array,
-    block_table: jax.Array,
-    plan: MSAIcpScorePlan,
-    num_valid_pages: jax.Array,
-    *,
-    rank: int | jax.Array,
-    max_score: jax.Array,
-    tp: int = 2,
-    compact: bool = False,
-    enable_pdl: bool = False,
-    backend: str = "auto",
-    precision: str = "auto",
-    row_offset: int = 0,
-) -> jax.Array:
-    """`msa_icp_index_score_sharded` for a selection among the first `num_valid_pages` blocks.
-
-    Columns of other blocks are not initialized: nothing reads them.
-    """
-    return _score(
-        q,
-        k,
-        block_table,
-        plan,
-        num_valid_pages,
-        max_score,
-        rank,
-        sm_scale=1.0,
-        initialize=True,
-        tp=tp,
-        compact=compact,
-        enable_pdl=enable_pdl,
-        backend=backend,
-        precision=precision,
-        row_offset=row_offset,
-    )
-
-
-def _score(
-    q: jax.Array,
-    k: jax.Array,
-    block_table: jax.Array,
-    plan: MSAIcpScorePlan,
-    num_valid_pages: jax.Array | None,
-    max_score: jax.Array,
-    rank: int | jax.Array,
-    *,
-    sm_scale: float,
-    initialize: bool,
-    tp: int,
-    compact: bool,
-    enable_pdl: bool,
-    backend: str,
-    precision: str,
-    row_offset: int,
-) -> jax.Array:
-    """Checks and scores; with `num_valid_pages` only their columns need to be initialized."""
     _check_inputs(q, k, block_table, plan, rank, tp, compact, enable_pdl, precision, row_offset)
     plan = jax.tree.map(jnp.asarray, plan)  # a loop cannot index numpy leaves
     tokens = q.shape[0]
-    if num_valid_pages is not None:
-        checks.array("num_valid_pages", num_valid_pages, jnp.int32, tokens)
-    checks.array("max_score", max_score, jnp.float32, AtLeast(tokens), NUM_HEADS, AtLeast(1))
-    checks.integer("max_score.shape[2]", max_score.shape[2], 1, MAX_SELECT_COLUMNS - 1)
+    _check_plane("max_score", max_score, tokens)
     sm_scale = checks.finite("sm_scale", sm_scale)
     checks.flag("initialize", initialize)
     stage = _stage(backend, precision, enable_pdl, plan, q, k, block_table, max_score)
@@ -160,9 +81,6 @@ def _score(
         return max_score
     if plan.num_segments == 0:
         return _clear(max_score, tokens) if initialize else max_score
-    fill: dict[str, Any] = {"initialize": initialize}
-    if num_valid_pages is not None and stage is not xla:
-        fill = {"initialize": False, "num_valid_pages": num_valid_pages}
     return stage.prefill_scores(
         q,
         k,
@@ -174,7 +92,7 @@ def _score(
         page_size=page_size(compact),
         row_offset=row_offset,
         sm_scale=sm_scale,
-        **fill,
+        initialize=initialize,
     )
 
 
@@ -196,10 +114,12 @@ def msa_icp_prefill_score_select(
     precision: str = "auto",
     row_offset: int = 0,
 ) -> jax.Array:
-    """Scores and selects in one pass, without a score plane.
+    """Scores and selects, without a score plane of the caller's.
 
     The rows are those of `msa_icp_index_score_sharded` followed by `msa_icp_topk_select_prefill`,
-    bit for bit.
+    bit for bit. The Mosaic kernels do it on a temporary plane of the widest context: 128 KiB a
+    token with pages of 128 tokens, 64 KiB with pages of 256. A kernel that kept lists instead of a
+    plane took 1.10 to 1.69 times as long on an H200.
 
     Args:
       q, k, block_table, plan, rank, tp, compact, enable_pdl, backend, precision, row_offset: as in
@@ -216,15 +136,16 @@ def msa_icp_prefill_score_select(
     Raises:
       TypeError, ValueError: an argument has the wrong dtype, shape or value.
     """
-    return select_columns(
+    return score_and_select(
         q,
         k,
         block_table,
         plan,
         num_valid_pages,
         carrier,
-        rank=rank,
+        None,
         columns=_all_columns(compact),
+        rank=rank,
         tp=tp,
         compact=compact,
         force_begin_blocks=force_begin_blocks,
@@ -233,19 +154,20 @@ def msa_icp_prefill_score_select(
         backend=backend,
         precision=precision,
         row_offset=row_offset,
-    )
+    )[0]
 
 
-def select_columns(
+def score_and_select(
     q: jax.Array,
     k: jax.Array,
     block_table: jax.Array,
     plan: MSAIcpScorePlan,
     num_valid_pages: jax.Array,
     carrier: jax.Array,
+    max_score: jax.Array | None,
     *,
-    rank: int | jax.Array,
     columns: int,
+    rank: int | jax.Array,
     tp: int = 2,
     compact: bool = False,
     force_begin_blocks: int = 0,
@@ -254,8 +176,21 @@ def select_columns(
     backend: str = "auto",
     precision: str = "auto",
     row_offset: int = 0,
-) -> jax.Array:
-    """`msa_icp_prefill_score_select` among the first `columns` columns, as on such a plane."""
+    select_backend: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """`msa_icp_prefill_score_select` on a plane that the selection alone reads.
+
+    Scores that are not candidates, or that the selection cannot choose, need not be in the plane.
+
+    Args:
+      max_score: float32 [>= T, 4, columns] to be written; None: a temporary plane, or in XLA none.
+      columns: the candidates are among the first of so many columns.
+      select_backend: of the selection, None: `backend`.
+      others: as for `msa_icp_prefill_score_select`.
+
+    Returns:
+      (carrier, max_score)
+    """
     _check_inputs(q, k, block_table, plan, rank, tp, compact, enable_pdl, precision, row_offset)
     plan = jax.tree.map(jnp.asarray, plan)  # a loop cannot index numpy leaves
     tokens = q.shape[0]
@@ -264,26 +199,61 @@ def select_columns(
     geometry.check_forced(
         "force_begin_blocks", force_begin_blocks, "force_end_blocks", force_end_blocks
     )
+    if max_score is not None:
+        _check_plane("max_score", max_score, tokens)
     stage = _stage(backend, precision, enable_pdl, plan, q, k, block_table, carrier)
     if tokens == 0:
-        return carrier
+        return carrier, max_score
     if plan.num_segments == 0:
-        return lax.dynamic_update_slice(carrier, rows.empty_rows(NUM_HEADS, tokens), (0, 0, 0))
-    return stage.prefill_rows(
+        empty = rows.empty_rows(NUM_HEADS, tokens)
+        cleared = None if max_score is None else _clear(max_score, tokens)
+        return lax.dynamic_update_slice(carrier, empty, (0, 0, 0)), cleared
+    shard: dict[str, Any] = {
+        "rank": rank,
+        "world_size": tp,
+        "page_size": page_size(compact),
+        "row_offset": row_offset,
+    }
+    columns = min(columns, _all_columns(compact))
+    if stage.prefill_rows is not None and max_score is None:
+        carrier = stage.prefill_rows(
+            q,
+            k,
+            block_table,
+            plan,
+            num_valid_pages,
+            carrier,
+            force_begin_blocks=force_begin_blocks,
+            force_end_blocks=force_end_blocks,
+            columns=columns,
+            **shard,
+        )
+        return carrier, None
+    if max_score is None:
+        plane: Any = jax.ShapeDtypeStruct((tokens, NUM_HEADS, columns), jnp.float32)
+    else:
+        plane = max_score
+    scores = stage.candidate_scores(
         q,
         k,
         block_table,
         plan,
+        plane,
+        num_valid_pages,
+        (force_begin_blocks, force_end_blocks),
+        **shard,
+    )
+    carrier = msa_icp_topk_select_prefill(
+        scores,
         num_valid_pages,
         carrier,
-        rank=rank,
-        world_size=tp,
-        page_size=page_size(compact),
-        row_offset=row_offset,
         force_begin_blocks=force_begin_blocks,
         force_end_blocks=force_end_blocks,
-        columns=min(columns, _all_columns(compact)),
+        index_scale=geometry.column_scale(page_size(compact)),
+        index_offset=geometry.column_offset(rank, tp, page_size(compact)),
+        backend=backend if select_backend is None else select_backend,
     )
+    return carrier, None if max_score is None else scores
 
 
 def msa_icp_prefill_pool_bytes(
@@ -291,9 +261,8 @@ def msa_icp_prefill_pool_bytes(
 ) -> int:
     """Bytes of one Top16 list for every query token and head, which a fused prefill needs at least.
 
-    A list is a (score, id) pair of int32 words for each of 16 candidates. The Mosaic kernels keep
-    longer ones in temporary memory of their own: about 145 KiB for each 64 query tokens, for each
-    segment and for each SM, some 39 MiB for a window of 8,192 tokens on an H200.
+    A list is a (score, id) pair of int32 words for each of 16 candidates. The Mosaic kernels use a
+    temporary plane of their own instead, of 4 heads x columns x 4 bytes a token.
 
     Args:
       total_q: query tokens of the window, >= 0.
@@ -321,29 +290,67 @@ def page_size(compact: bool) -> int:
     return PAGE_SIZES[1] if compact else BLOCK_SIZE
 
 
+class _Stage(NamedTuple):
+    """A backend's scorers.
+
+    Attributes:
+      prefill_scores: all scores.
+      candidate_scores: those of a plane that only a selection reads.
+      prefill_rows: candidate rows without a plane, None where there is no such way.
+    """
+
+    prefill_scores: Callable[..., jax.Array]
+    candidate_scores: Callable[..., jax.Array]
+    prefill_rows: Callable[..., jax.Array] | None
+
+
 def _stage(
     backend: str, precision: str, enable_pdl: bool, plan: MSAIcpScorePlan, *arrays: Any
-) -> Any:
-    """The backend's scorers, `prefill_scores` and `prefill_rows`; queries are the first array."""
+) -> _Stage:
+    """Queries are the first array."""
     if not takes_mosaic(resolve_prefill_backend(backend, None, arrays[0].dtype.name), *arrays):
-        return xla
+        return _Stage(xla.prefill_scores, _all_scores, xla.prefill_rows)
     if plan.work is None and plan.num_segments:
         raise ValueError(
             'plan must be built for backend "mosaic" (or "auto" on the same device), got one for '
             '"xla"'
         )
     from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
-    from msa_icp_jax.ops.prefill_score import mosaic
+    from msa_icp_jax.ops.prefill_score import kernel
 
     machine: dict[str, Any] = {
         "precision": "fast" if precision == "auto" else precision,
         "enable_pdl": enable_pdl,
         "target": launch.current_target(),
     }
-    return types.SimpleNamespace(
-        prefill_scores=functools.partial(mosaic.prefill_scores, **machine),
-        prefill_rows=functools.partial(mosaic.prefill_rows, **machine),
+    return _Stage(
+        functools.partial(kernel.prefill_scores, **machine),
+        functools.partial(kernel.candidate_scores, **machine),
+        None,
     )
+
+
+def _all_scores(
+    q: Any,
+    k: Any,
+    block_table: Any,
+    plan: Any,
+    max_score: Any,
+    num_valid_pages: Any,
+    forced: Any,
+    **shard: Any,
+) -> jax.Array:
+    """XLA's scores for a selection: all of them."""
+    del num_valid_pages, forced
+    found: jax.Array = xla.prefill_scores(
+        q, k, block_table, plan, max_score, sm_scale=1.0, initialize=True, **shard
+    )
+    return found
+
+
+def _check_plane(name: str, plane: Any, tokens: int) -> None:
+    checks.array(name, plane, jnp.float32, AtLeast(tokens), NUM_HEADS, AtLeast(1))
+    checks.integer(f"{name}.shape[2]", plane.shape[2], 1, MAX_SELECT_COLUMNS - 1)
 
 
 def _check_inputs(

@@ -1,0 +1,722 @@
+"""The prefill scorer on Hopper: WGMMA, a persistent grid that walks the window's work list.
+
+A CTA has one producer warp and two consumer warpgroups. It walks its range of the work list (see
+`prefill_plan.balance`) piece by piece: the 256 query rows of a tile (64 tokens x 4 heads, 128 rows
+a consumer), against the keys of the tile's part, 128 local keys a step. The producer keeps a ring
+of key steps filled, page by page through the block table, and loads the next piece's queries while
+the present one is worked on. Both consumers multiply every key step; they fall out of step with
+each other by themselves, one multiplies while the other takes maxima and stores them.
+
+Both take the maxima of one half of their rows while the other half is multiplied.
+
+Keys that do not exist (bad page ids, pages past the segment or the table) arrive as NaN, which a
+maximum skips; positions are compared only in the steps that reach past the first token's position.
+
+Where only a selection reads the plane, negative scores are no matter once every row has sixteen
+that are not negative. From there on a consumer takes integer maxima, half as many instructions, two
+steps together, and finishes and stores those of two steps while it multiplies the next two.
+
+In exact precision another warpgroup converts the keys to float16 on their way to the consumers,
+whose products are then summed in float32; fp8 products are summed in about 14 bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from msa_icp_jax.geometry import (
+    HEAD_DIM,
+    NUM_HEADS,
+    cdiv,
+    column_offset,
+    round_up,
+    rows_per_page,
+)
+from msa_icp_jax.ops._mosaic import launch
+from msa_icp_jax.ops._mosaic.launch import CTA, WARPGROUP, Target
+from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
+from msa_icp_jax.ops.prefill_plan.balance import TILE_TOKENS, UNIT_POSITIONS
+from msa_icp_jax.ops.prefill_score import interpret
+from msa_icp_jax.ops.prefill_score.config import CONFIGS, CONSUMERS, Config
+from msa_icp_jax.ops.prefill_score.maxima import Causal, LaneMaxima, StepPages
+from msa_icp_jax.ops.prefill_score.pieces import MACHINE, Pieces
+from msa_icp_jax.ops.prefill_score.plane import Plane, Rows
+from msa_icp_jax.ops.prefill_score.wgmma import HALF, KEYS, ROWS, rows_layout
+
+_TILE_ROWS = TILE_TOKENS * NUM_HEADS
+_CONSUMER_TOKENS = TILE_TOKENS // CONSUMERS
+
+
+def prefill_scores(
+    q: jax.Array,
+    k: jax.Array,
+    block_table: jax.Array,
+    plan: MSAIcpScorePlan,
+    max_score: jax.Array,
+    *,
+    rank: Any,
+    world_size: int,
+    page_size: int,
+    row_offset: int,
+    sm_scale: float,
+    initialize: bool,
+    precision: str,
+    enable_pdl: bool,
+    target: Target,
+) -> jax.Array:
+    """Scores of a window, written into `max_score` (in place where that is donated).
+
+    Args:
+      q: float8_e4m3fn [T, 4, 128].
+      k: float8_e4m3fn [pages, rows, 128]; this rank's rows of a page start at `row_offset`.
+      block_table: int32 [B, width].
+      plan: the window's segments and their work list, with total_q <= T.
+      max_score: float32 [>= T, 4, K].
+      rank: int or traced int32 scalar.
+      world_size, page_size, row_offset, sm_scale, initialize, enable_pdl: as in the contract.
+      precision: "fast" (fp8 products, about 14 bits) or "exact" (float32 sums).
+      target: the machine to build for.
+    """
+    steps = _Steps(world_size, page_size, row_offset, q.shape[0], max_score.shape[2])
+    hidden = "all" if initialize else "none"
+    plane = Plane(steps.step_pages, steps.columns, sm_scale, hidden)
+    counts = _work_of(plan).tile_of  # not looked at
+    inputs = q, k, block_table, plan, counts
+    return _score(inputs, rank, max_score, steps, plane, CONFIGS[precision], enable_pdl, target)
+
+
+def candidate_scores(
+    q: jax.Array,
+    k: jax.Array,
+    block_table: jax.Array,
+    plan: MSAIcpScorePlan,
+    max_score: jax.Array | jax.ShapeDtypeStruct,
+    num_valid_pages: jax.Array,
+    forced: tuple[int, int],
+    *,
+    rank: Any,
+    world_size: int,
+    page_size: int,
+    row_offset: int,
+    precision: str,
+    enable_pdl: bool,
+    target: Target,
+) -> jax.Array:
+    """Scores of a window for a selection that alone reads them.
+
+    Columns that are candidates by `num_valid_pages` are all written, so that the selection never
+    meets an old value; negative scores that it cannot choose may be other negative ones.
+
+    Args:
+      max_score: as for `prefill_scores`, or the shape of a plane that is to be made.
+      num_valid_pages: int32 [T].
+      forced: forced blocks (begin, end) of the selection.
+      others: as for `prefill_scores`.
+    """
+    steps = _Steps(world_size, page_size, row_offset, q.shape[0], max_score.shape[2])
+    config = CONFIGS[precision]
+    all_steps = cdiv(steps.tokens, TILE_TOKENS) * cdiv(steps.columns, steps.pages)
+    quick = all_steps >= config.min_quick_steps * _work_of(plan).ranges.shape[0]
+    plane = Plane(steps.step_pages, steps.columns, 1.0, "candidates", forced if quick else None)
+    inputs = q, k, block_table, plan, num_valid_pages
+    return _score(inputs, rank, max_score, steps, plane, config, enable_pdl, target)
+
+
+def _score(
+    inputs: tuple[Any, ...],
+    rank: Any,
+    max_score: jax.Array | jax.ShapeDtypeStruct,
+    steps: _Steps,
+    plane: Plane,
+    config: Config,
+    enable_pdl: bool,
+    target: Target,
+) -> jax.Array:
+    """Launches the kernel on (q, k, block_table, plan, counts)."""
+    q, k, block_table, plan, counts = inputs
+    work = _work_of(plan)
+    query = q.reshape(-1, HEAD_DIM)
+    padding = round_up(steps.tokens, TILE_TOKENS) * NUM_HEADS - query.shape[0]
+    if padding:
+        query = jnp.pad(query, ((0, padding), (0, 0)))
+    if config.exact:
+        query = query.astype(jnp.float16)
+    kernel = functools.partial(
+        _kernel, config=config, steps=steps, plane=plane, pdl=enable_pdl, target=target
+    )
+    run = launch.launch(
+        kernel,
+        name="prefill_scores",
+        target=target,
+        grid=(work.ranges.shape[0],),
+        warpgroups=config.warpgroups,
+        out_type=max_score if isinstance(max_score, jax.ShapeDtypeStruct) else (),
+        scratch_types={"ring": _Ring.types(steps.step_pages, config)},
+    )
+    lists = work.ranges, work.tiles, work.hidden, _rank_scalars(rank, steps), work.tile_of
+    operands = (query, k, block_table, *lists, counts)
+    if isinstance(max_score, jax.ShapeDtypeStruct):
+        found: jax.Array = run(*operands)
+        return found
+    scores = launch.writable(max_score)
+    run(*operands, scores)
+    return launch.written(scores)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Steps:
+    """Static facts; how positions fall into steps of 128 local keys, and where pages lie.
+
+    Attributes:
+      world_size, page_size, row_offset: the shard layout.
+      tokens: query tokens T.
+      columns: columns that are scored at most.
+    """
+
+    world_size: int
+    page_size: int
+    row_offset: int
+    tokens: int
+    columns: int
+
+    @property
+    def step_pages(self) -> StepPages:
+        return StepPages(self.rows, self.page_size)
+
+    @property
+    def rows(self) -> int:
+        """Local rows of a page."""
+        return rows_per_page(self.world_size, self.page_size)
+
+    @property
+    def pages(self) -> int:
+        """Pages, hence columns, of a step."""
+        return KEYS // self.rows
+
+    @property
+    def positions(self) -> int:
+        """Positions of a step, those on other ranks included."""
+        return KEYS * self.world_size
+
+
+def _rank_scalars(rank: Any, steps: _Steps) -> jax.Array:
+    """int32 [2]: the rank and the block of its column 0, operands so that ranks share a kernel."""
+    rank = jnp.asarray(rank, jnp.int32)
+    offset = column_offset(rank, steps.world_size, steps.page_size)
+    return jnp.stack([rank, jnp.asarray(offset, jnp.int32)])
+
+
+def _work_of(plan: MSAIcpScorePlan) -> balance.PrefillWork:
+    if plan.work is None:
+        raise ValueError('plan must be built for backend "mosaic": it has no work list')
+    return plan.work
+
+
+class _Buffer(NamedTuple):
+    """Slots of shared memory, filled in turn by one side and freed by the other."""
+
+    data: Any
+    full: Any
+    free: Any
+
+    @staticmethod
+    def types(slots: int, shape: tuple[int, ...], dtype: Any, fills: int, frees: int) -> _Buffer:
+        return _Buffer(
+            plgpu.SMEM((slots, *shape, HEAD_DIM), dtype, transforms=rows_layout(dtype)),
+            plgpu.Barrier(num_arrivals=fills, num_barriers=slots),
+            plgpu.Barrier(num_arrivals=frees, num_barriers=slots),
+        )
+
+    @property
+    def slots(self) -> int:
+        return self.data.shape[0]
+
+    def slot(self, turn: Any) -> Any:
+        return lax.rem(turn, self.slots)
+
+    def wait_full(self, turn: Any) -> None:
+        plgpu.barrier_wait(self.full.at[self.slot(turn)])
+
+    def release(self, turn: Any) -> None:
+        plgpu.barrier_arrive(self.free.at[self.slot(turn)])
+
+    def wait_free(self, turn: Any) -> None:
+        """Waits until the slot of this turn may be filled."""
+
+        @pl.when(turn >= self.slots)
+        def _() -> None:
+            plgpu.barrier_wait(self.free.at[self.slot(turn)])
+
+    def drain(self, turns: Any) -> None:
+        """Waits until all slots are free: every phase of a barrier has to be waited for."""
+
+        @pl.loop(jnp.maximum(turns - self.slots, 0), turns)
+        def _(turn: Any) -> None:
+            plgpu.barrier_wait(self.free.at[self.slot(turn)])
+
+
+class _Ring(NamedTuple):
+    """Shared memory between the producer, the converter and the consumers."""
+
+    queries: _Buffer
+    keys: _Buffer
+    raw: _Buffer | None
+
+    @staticmethod
+    def types(pages: StepPages, config: Config) -> _Ring:
+        fp8 = jnp.float8_e4m3fn
+        dtype = jnp.float16 if config.exact else fp8
+        key_fills = 1 if config.exact else pages.count
+        return _Ring(
+            _Buffer.types(config.query_slots, (CONSUMERS, ROWS), dtype, CONSUMERS, CONSUMERS),
+            _Buffer.types(config.key_slots, (KEYS,), dtype, key_fills, CONSUMERS),
+            _Buffer.types(config.raw_slots, (KEYS,), fp8, pages.count, 1) if config.exact else None,
+        )
+
+    @property
+    def loaded(self) -> _Buffer:
+        """Where keys arrive."""
+        return self.keys if self.raw is None else self.raw
+
+
+def _kernel(
+    query: Any,
+    k: Any,
+    block_table: Any,
+    ranges: Any,
+    tiles: Any,
+    hidden: Any,
+    scalars: Any,
+    tile_of: Any,
+    counts: Any,
+    scores: Any,
+    *,
+    config: Config,
+    steps: _Steps,
+    plane: Plane,
+    pdl: bool,
+    target: Target,
+    ring: _Ring,
+) -> None:
+    if pdl and not target.interpret:
+        # In this order: a kernel that starts early then finds all that was made before this one.
+        plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_launch_dependents()
+    pieces = interpret.PIECES if target.interpret else MACHINE
+    work = _Range.load(ranges, tiles)
+    rank_and_offset = scalars[0], scalars[1]
+    warpgroup = lax.axis_index(WARPGROUP)
+
+    @pl.when(warpgroup < CONSUMERS)
+    def _() -> None:
+        config.take_registers(0)
+        _Consumer(pieces, work, ring, scores, counts, *rank_and_offset, steps, plane).run()
+
+    @pl.when(warpgroup == CONSUMERS)
+    def _() -> None:
+        config.take_registers(1)
+
+        @plgpu.warp_map
+        def _(warp: Any) -> None:
+            @pl.when(warp == 0)
+            def _() -> None:
+                _produce(work, ring, query, k, block_table, hidden, steps)
+
+            if plane.hidden != "none":
+
+                @pl.when(warp > 0)
+                def _() -> None:  # the three warps that are idle else
+                    ctas = ranges.shape[0]
+                    pieces.fill_hidden(
+                        scores,
+                        (tiles, tile_of),
+                        counts,
+                        (warp - 1) * ctas + lax.axis_index(CTA),
+                        3 * ctas,
+                        steps.tokens,
+                        rank_and_offset[1],
+                        plane,
+                    )
+
+    if config.exact:
+
+        @pl.when(warpgroup > CONSUMERS)
+        def _() -> None:
+            config.take_registers(2)
+            _convert(work, ring, steps)
+
+
+class _Piece(NamedTuple):
+    """A tile's part in a CTA's range, as scalars.
+
+    Steps [begin, end) of the segment are to be scored for rows [first_row, end_row) of the 64 query
+    rows of `tile`; the first of the 64 would sit at `position`.
+    """
+
+    tile: Any
+    first_row: Any
+    end_row: Any
+    segment: Any
+    position: Any
+    keys: Any
+    begin: Any
+    end: Any
+
+
+class _Range(NamedTuple):
+    """A CTA's range of the work list."""
+
+    ranges: Any
+    tiles: Any
+    first: Any
+    count: Any
+    begin: Any
+    end: Any
+
+    @staticmethod
+    def load(ranges: Any, tiles: Any) -> _Range:
+        row = lax.axis_index(CTA)
+        return _Range(
+            ranges,
+            tiles,
+            ranges[row, balance.RANGE_TILE],
+            ranges[row, balance.RANGE_TILES],
+            ranges[row, balance.RANGE_BEGIN],
+            ranges[row, balance.RANGE_END],
+        )
+
+    def first_piece(self, steps: _Steps) -> _Piece:
+        row = lax.axis_index(CTA)
+        return self._piece(0, lambda i: self.ranges[row, balance.RANGE_FIELDS + i], steps)
+
+    def piece(self, index: Any, steps: _Steps) -> _Piece:
+        """The index-th piece; past the last one, some piece that nobody works on."""
+        tile = jnp.minimum(self.first + index, self.tiles.shape[0] - 1)
+        return self._piece(index, lambda i: self.tiles[tile, i], steps)
+
+    def _piece(self, index: Any, field: Callable[[int], Any], steps: _Steps) -> _Piece:
+        per_unit = UNIT_POSITIONS // steps.positions
+        # Steps that hold a scored position, and a column: a plane may have fewer than that.
+        end = jnp.minimum(
+            _cdiv(field(balance.SCORED), steps.positions), cdiv(steps.columns, steps.pages)
+        )
+        last = index == self.count - 1
+        return _Piece(
+            field(balance.TILE),
+            field(balance.FIRST_ROW),
+            field(balance.END_ROW),
+            field(balance.SEGMENT),
+            field(balance.POSITION),
+            field(balance.KEYS),
+            jnp.where(index == 0, self.begin * per_unit, 0),
+            jnp.where(last, jnp.minimum(self.end * per_unit, end), end),
+        )
+
+
+def _produce(
+    work: _Range,
+    ring: _Ring,
+    query: Any,
+    k: Any,
+    block_table: Any,
+    hidden: Any,
+    steps: _Steps,
+) -> None:
+    """One warp: keeps queries and keys coming."""
+    num_pages, width = k.shape[0], block_table.shape[1]
+
+    def page_ids(piece: _Piece, step: Any) -> list[Any]:
+        """The step's physical pages, -1 where there is none to read."""
+        pages = [step * steps.pages + g for g in range(steps.pages)]
+        entries = [block_table[piece.segment, jnp.minimum(page, width - 1)] for page in pages]
+        return [
+            jnp.where((page < width) & (page * steps.page_size < piece.keys), entry, -1)
+            for page, entry in zip(pages, entries, strict=True)
+        ]
+
+    def load_page(page: Any, place: Any, full: Any) -> None:
+        def copy() -> None:
+            rows = pl.ds(steps.row_offset, steps.rows)
+            plgpu.copy_gmem_to_smem(k.at[page, rows], place, full)
+
+        def hide() -> None:
+            plgpu.copy_gmem_to_smem(hidden.at[pl.ds(0, steps.rows)], place, full)
+
+        lax.cond((page >= 0) & (page < num_pages), copy, hide)
+
+    def one_piece(index: Any, carry: Any) -> Any:
+        piece, loaded = carry
+        following = work.piece(index + 1, steps)
+        ids = page_ids(piece, piece.begin)
+        queries = ring.queries
+        slot = queries.slot(index)
+        queries.wait_free(index)
+        for half in range(CONSUMERS):
+            rows = pl.ds(piece.tile * _TILE_ROWS + half * ROWS, ROWS)
+            plgpu.copy_gmem_to_smem(
+                query.at[rows], queries.data.at[slot, half], queries.full.at[slot]
+            )
+
+        def one_step(step: Any, carry: Any) -> Any:
+            loaded, ids = carry
+            next_ids = page_ids(piece, step + 1)  # under way while this step is copied
+            slot = ring.loaded.slot(loaded)
+            ring.loaded.wait_free(loaded)
+            for g, page in enumerate(ids):
+                place = ring.loaded.data.at[slot, pl.ds(g * steps.rows, steps.rows)]
+                load_page(page, place, ring.loaded.full.at[slot])
+            return loaded + 1, next_ids
+
+        loaded, _ = lax.fori_loop(piece.begin, piece.end, one_step, (loaded, ids))
+        return following, loaded
+
+    start = (work.first_piece(steps), jnp.int32(0))
+    _, loaded = lax.fori_loop(0, work.count, one_piece, start)
+
+    ring.queries.drain(work.count)
+    ring.loaded.drain(loaded)
+
+
+def _convert(work: _Range, ring: _Ring, steps: _Steps) -> None:
+    """One warpgroup: keys from float8_e4m3fn to float16, which holds every value of it."""
+    raw, keys = ring.raw, ring.keys
+    assert raw is not None
+
+    def one_step(turn: Any) -> None:
+        raw.wait_full(turn)
+        keys.wait_free(turn)
+
+        @pl.loop(0, KEYS // 64)
+        def _(part: Any) -> None:  # a loop, so that the registers of one part do for all
+            rows = pl.ds(part * 64, 64)
+            some = plgpu.load(
+                raw.data.at[raw.slot(turn), rows], layout=plgpu.Layout.WGMMA_UPCAST_2X
+            )
+            some = plgpu.layout_cast(some.astype(jnp.float16), plgpu.Layout.WGMMA)
+            keys.data[keys.slot(turn), rows] = some
+
+        # Copies and products, which are asynchronous, come after what was read and written here.
+        plgpu.commit_smem()
+        raw.release(turn)
+        plgpu.barrier_arrive(keys.full.at[keys.slot(turn)])
+
+    def one_piece(index: Any, carry: Any) -> Any:
+        piece, turn = carry
+        end = turn + jnp.maximum(piece.end - piece.begin, 0)
+        pl.loop(turn, end)(one_step)
+        return work.piece(index + 1, steps), end
+
+    start = (work.first_piece(steps), jnp.int32(0))
+    _, turns = lax.fori_loop(0, work.count, one_piece, start)
+    keys.drain(turns)
+
+
+class _Consumer(NamedTuple):
+    """A warpgroup that multiplies 128 query rows of every piece with all its keys."""
+
+    pieces: Pieces
+    work: _Range
+    ring: _Ring
+    scores: Any
+    counts: Any
+    rank: Any
+    offset: Any  # block of column 0
+    steps: _Steps
+    plane: Plane
+
+    def run(self) -> None:
+        """Does all pieces of the CTA's range."""
+        half = lax.axis_index(WARPGROUP)
+        queries = self.ring.queries
+
+        def one_piece(index: Any, carry: Any) -> Any:
+            piece, done = carry
+            following = self.work.piece(index + 1, self.steps)
+            queries.wait_full(index)
+            _PieceConsumer.of(self, piece, done, queries.data.at[queries.slot(index), half]).run()
+            queries.release(index)
+            return following, done + jnp.maximum(piece.end - piece.begin, 0)
+
+        start = (self.work.first_piece(self.steps), jnp.int32(0))
+        lax.fori_loop(0, self.work.count, one_piece, start)
+
+
+class _PieceConsumer(NamedTuple):
+    """What a consumer does with a piece; `done` steps came before it.
+
+    The rows are multiplied as two halves of 64, and the maxima of one are taken while the other is
+    still under way. Both are started at once: the tensor cores then finish one consumer's step
+    before they turn to the other's, which takes its maxima meanwhile.
+    """
+
+    consumer: _Consumer
+    piece: _Piece
+    done: Any
+    queries: Any
+    rows: Rows
+    position: Any  # where row 0's token would sit
+
+    @staticmethod
+    def of(consumer: _Consumer, piece: _Piece, done: Any, queries: Any) -> _PieceConsumer:
+        half = lax.axis_index(WARPGROUP)
+        rows = Rows(
+            piece.tile * _TILE_ROWS + half * ROWS,
+            jnp.clip(piece.first_row * NUM_HEADS - half * ROWS, 0, ROWS),
+            jnp.clip(piece.end_row * NUM_HEADS - half * ROWS, 0, ROWS),
+        )
+        position = piece.position + half * _CONSUMER_TOKENS
+        return _PieceConsumer(consumer, piece, done, queries, rows, position)
+
+    def run(self) -> None:
+        """Scores all steps."""
+        piece, whole = self.piece, self._whole_steps()
+        if self.consumer.plane.forced is None:
+            pl.loop(piece.begin, whole)(functools.partial(self._one_step, may_hide=False))
+        else:
+            whole = self._quick_steps(whole)
+        pl.loop(whole, piece.end)(functools.partial(self._one_step, may_hide=True))
+
+    def _whole_steps(self) -> Any:
+        """The first step in which a row may not see a key or a column is missing."""
+        piece, steps = self.piece, self.consumer.steps
+        earliest = self.position + lax.div(self.rows.begin, NUM_HEADS) + 1
+        whole = lax.div(jnp.maximum(jnp.minimum(earliest, piece.keys), 0), steps.positions)
+        whole = jnp.minimum(whole, steps.columns // steps.pages)
+        return jnp.clip(whole, piece.begin, jnp.maximum(piece.begin, piece.end))
+
+    def _column(self, step: Any) -> Any:
+        return step * self.consumer.steps.pages
+
+    def _multiply(
+        self, step: Any, upper_maxima: Callable[[Any], Any], meanwhile: Callable[[Any], Any]
+    ) -> tuple[Any, Any, Any, Any]:
+        """Both halves' products, the upper one's maxima, and what is done meanwhile with these.
+
+        Meanwhile: while the lower half is multiplied.
+        """
+        pieces, keys = self.consumer.pieces, self.consumer.ring.keys
+        turn = self.done + step - self.piece.begin
+        keys.wait_full(turn)
+        slot = keys.data.at[keys.slot(turn)]
+        upper, lower = (
+            pieces.start_products(self.queries.at[pl.ds(m * HALF, HALF)], slot) for m in range(2)
+        )
+        upper, _ = pieces.settle_products(upper, 1)
+        found = upper_maxima(upper)
+        result = meanwhile(found)
+        lower, found = pieces.settle_products(lower, 0, found)
+        keys.release(turn)
+        return upper, lower, found, result
+
+    def _float_maxima(self, step: Any, causal: Causal | None) -> LaneMaxima:
+        def maxima(products: jax.Array, m: int) -> jax.Array:
+            pages = self.consumer.steps.step_pages
+            found: jax.Array = self.consumer.pieces.lane_maxima(products, m, causal, pages)
+            return found
+
+        _, lower, upper_maxima, _ = self._multiply(step, lambda x: maxima(x, 0), lambda _: None)
+        return upper_maxima, maxima(lower, 1)
+
+    def _one_step(self, step: Any, may_hide: bool) -> None:
+        consumer = self.consumer
+        steps = consumer.steps
+        first_key = step * steps.positions + consumer.rank * steps.rows
+        causal = Causal(self.position, self.piece.keys, first_key) if may_hide else None
+        consumer.pieces.store_maxima(
+            self._float_maxima(step, causal),
+            consumer.scores,
+            self.rows,
+            self._column(step),
+            causal,
+            consumer.plane,
+        )
+
+    # ---- where only a selection reads the scores ----
+
+    def _quick_steps(self, whole: Any) -> Any:
+        """Scores the steps before `whole`, but perhaps the last ones; returns where they stop.
+
+        Step by step until negative scores are no matter; from there on two steps together.
+        """
+        consumer = self.consumer
+        front, back = consumer.pieces.open_columns(
+            consumer.counts, consumer.offset, self.rows, consumer.steps.tokens, consumer.plane
+        )
+        last = jnp.minimum(whole, lax.div(back, consumer.steps.pages))
+
+        def goes_on(state: Any) -> Any:
+            step, _, ready = state
+            # Pairs begin at even steps: their columns then fill whole sectors of the plane.
+            pairs = (ready != 0) & (lax.rem(step, 2) == 0) & (step + 1 < last)
+            return (step < whole) & ~pairs
+
+        def one_step(state: Any) -> Any:
+            step, counted, _ = state
+            counted, ready = consumer.pieces.store_and_count(
+                self._float_maxima(step, None),
+                consumer.scores,
+                self.rows,
+                self._column(step),
+                front,
+                counted,
+                consumer.plane,
+            )
+            return step + 1, counted, ready
+
+        start = (self.piece.begin, consumer.pieces.none_counted(), jnp.int32(0))
+        begin, _, _ = lax.while_loop(goes_on, one_step, start)
+        return self._pairs(begin, last)
+
+    def _pairs(self, begin: Any, last: Any) -> Any:
+        """Scores steps from `begin` on, two by two, as far as they lie before `last`."""
+        consumer, pieces = self.consumer, self.consumer.pieces
+        pages, plane = consumer.steps.step_pages, consumer.plane
+        count = lax.div(jnp.maximum(last - begin, 0), 2)
+        first = self._column(begin)
+
+        def maxima(step: Any, store: Callable[[Any], Any]) -> tuple[LaneMaxima, Any]:
+            def meanwhile(upper: jax.Array) -> tuple[Any, Any]:
+                return pieces.any_nan(upper, pages), store(upper)
+
+            first, second, upper, (nan, result) = self._multiply(
+                step, lambda x: pieces.integer_maxima(x, pages), meanwhile
+            )
+            return pieces.lower_maxima((first, second), upper, nan, pages), result
+
+        def one_pair(pair: Any, carry: Any) -> Any:
+            half, second = carry
+            step = begin + 2 * pair
+            columns = self._column(step - 2), first  # of the two steps before
+            target = (consumer.scores, self.rows, columns, plane)
+            found, rest = maxima(
+                step, lambda pin: pieces.store_upper_rows(half, second, pin, *target)
+            )
+            second, half = maxima(
+                step + 1, lambda pin: pieces.store_lower_rows(rest, found, pin, *target)
+            )
+            return half, second
+
+        nothing = pieces.no_maxima(pages)
+        start = (pieces.no_half(pages), (nothing, nothing))
+        half, second = lax.fori_loop(0, count, one_pair, start)
+
+        @pl.when(count > 0)
+        def _() -> None:
+            columns = self._column(begin + 2 * count - 2), first
+            pieces.store_pair(half, second, consumer.scores, self.rows, columns, plane)
+
+        return begin + 2 * count
+
+
+def _cdiv(a: Any, b: int) -> Any:
+    """Ceiling division of a scalar >= 0."""
+    return lax.div(a + (b - 1), b)

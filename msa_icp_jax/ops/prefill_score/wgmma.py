@@ -1,0 +1,158 @@
+"""Products of 64 query rows and 128 keys, multiplied while the warpgroup does something else.
+
+A product array is one-dimensional and lies in registers as a WGMMA accumulator does: lane l of warp
+w has rows ``16 w + 8 i + l // 4`` (i is 0 or 1) and columns ``8 n + 2 (l % 4) + {0, 1}``, four
+elements of every 8 columns: two of row i = 0, then two of row i = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from msa_icp_jax.geometry import HEAD_DIM
+from msa_icp_jax.ops._mosaic import lanes
+from msa_icp_jax.ops._mosaic.lanes import Lane, int32
+
+KEYS = 128  # keys of a step
+ROWS = 128  # query rows of a warpgroup: 32 tokens x 4 heads
+HALF = 64  # query rows that are multiplied at once
+SCALAR = plgpu.Layout.WG_SPLAT
+INT = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), SCALAR)
+_FRAGMENT = HALF * KEYS // 128  # products of a thread
+_ATOM = 128  # bytes of a row that lie together
+
+
+def layout_of(elements: int) -> Any:
+    """How an array with so many elements a thread lies in registers."""
+    return plgpu.Layout.WG_STRIDED((elements * ROWS,), 1)
+
+
+def type_of(elements: int) -> Any:
+    """An array with so many float32 elements a thread."""
+    return plgpu.ShapeDtypeStruct((elements * ROWS,), np.dtype(np.float32), layout_of(elements))
+
+
+PRODUCTS = layout_of(_FRAGMENT)
+_PRODUCTS_TYPE = type_of(_FRAGMENT)
+
+
+def rows_layout(dtype: Any) -> tuple[Any, Any]:
+    """The transforms of [.., rows, 128] matrices in shared memory that can be multiplied."""
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    return tiling((8, _ATOM // jnp.dtype(dtype).itemsize)), swizzle(_ATOM)
+
+
+def start_products(queries: Any, keys: Any) -> jax.Array:
+    """Starts multiplying; the result may be read after `settle_products`.
+
+    Not `plgpu.wgmma`: that one adds to registers that must be set to zero first, and the compiler
+    lets no instruction touch registers of that kind while other products are in flight.
+
+    Args:
+      queries: ref, float8_e4m3fn or float16 [64, 128], shared memory.
+      keys: ref, [128, 128] of the same type, shared memory.
+    """
+    fp8 = queries.dtype == jnp.float8_e4m3fn
+    row_bytes = HEAD_DIM * queries.dtype.itemsize
+    kind = "k32.f32.e4m3.e4m3" if fp8 else "k16.f32.f16.f16"
+    flags = "1, 1" if fp8 else "1, 1, 0, 0"  # no negation, no transposition
+    tiled = plgpu.RefType(rows_layout(queries.dtype))
+
+    @plgpu.inline_mgpu(arg_types=(tiled, tiled), return_type=_PRODUCTS_TYPE)
+    def start(_: Any, queries: Any, keys: Any) -> Any:
+        anything = [Lane(llvm.mlir_undef(lanes.f32()))] * _FRAGMENT
+        out = ", ".join(f"${i}" for i in range(_FRAGMENT))
+        a, b = f"${2 * _FRAGMENT}", f"${2 * _FRAGMENT + 1}"
+        text = ["{ .reg .pred adds; .reg .b64 a, b;", "wgmma.fence.sync.aligned;"]
+        for at in range(0, row_bytes, 32):
+            # Of 8 rows, 128 bytes each lie together.
+            offset = at // _ATOM * 8 * _ATOM + at % _ATOM
+            text += [
+                f"setp.ne.b32 adds, {min(at, 1)}, 0;",
+                f"add.s64 a, {a}, {offset >> 4};",
+                f"add.s64 b, {b}, {offset >> 4};",
+                f"wgmma.mma_async.sync.aligned.m64n128{kind} {{{out}}}, a, b, adds, {flags};",
+            ]
+        text += ["wgmma.commit_group.sync.aligned; }"]
+        operands = [_matrix(x, row_bytes) for x in (queries, keys)]
+        return as_array(_in_place("\n".join(text), anything, operands), PRODUCTS)
+
+    return start(queries, keys)
+
+
+def settle_products(
+    products: jax.Array, in_flight: int, after: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Waits until only the last `in_flight` multiplications may be going on.
+
+    Args:
+      products: of the multiplication that is over then.
+      in_flight: see above.
+      after: None, or maxima to be computed before the wait: left alone, the compiler waits first.
+
+    Returns:
+      The products and `after`.
+    """
+    kept = [] if after is None else [after]
+    sizes = [x.shape[0] // ROWS for x in kept]
+    layouts, types = [layout_of(n) for n in sizes], [type_of(n) for n in sizes]
+
+    @plgpu.inline_mgpu(arg_types=(PRODUCTS, *layouts), return_type=(_PRODUCTS_TYPE, *types))
+    def settle(_: Any, *arrays: Any) -> Any:
+        registers = [x for array in arrays for x in of_array(array)]
+        text = f"wgmma.wait_group.sync.aligned {in_flight};"
+        found = _in_place(text, registers, [])
+        return (
+            as_array(found[:_FRAGMENT], PRODUCTS),
+            *(as_array(found[_FRAGMENT:], layout) for layout in layouts),
+        )
+
+    products, *kept = settle(products, *kept)
+    return products, kept[0] if kept else None
+
+
+def as_array(elements: Sequence[Lane], layout: Any) -> Any:
+    """An array with len(elements) elements a thread, of layout WG_STRIDED(.., 1)."""
+    vector_type = ir.VectorType.get((1,), elements[0].type)
+    registers = np.empty((len(elements),), dtype=object)
+    for i, x in enumerate(elements):
+        registers[i] = llvm.insertelement(llvm.mlir_undef(vector_type), x.value, int32(0).value)
+    signed = None if isinstance(elements[0].type, ir.FloatType) else True
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=signed)
+
+
+def of_array(array: Any) -> list[Lane]:
+    """This thread's elements of such an array."""
+    return [Lane(llvm.extractelement(x, int32(0).value)) for x in array.registers.flat]
+
+
+def _matrix(tile: Any, row_bytes: int) -> Lane:
+    """The descriptor of a K-major tile in shared memory with the 128-byte swizzle."""
+    address = Lane(llvm.ptrtoint(lanes.i64(), mgpu.utils.memref_ptr(tile)))
+    eight_rows = 8 * row_bytes >> 4
+    return ((address & 0x3FFFF) >> 4) | ((1 << 62) | (eight_rows << 32))
+
+
+def _in_place(text: str, registers: list[Lane], operands: list[Lane]) -> list[Lane]:
+    """Inline PTX that changes float registers $0, .. in place; the operands follow their inputs."""
+    count = len(registers)
+    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["l"] * len(operands)
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([lanes.f32()] * count),
+        [x.value for x in (*registers, *operands)],
+        text,
+        ",".join(constraints),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    return [Lane(llvm.extractvalue(lanes.f32(), result, [i])) for i in range(count)]
