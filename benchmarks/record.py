@@ -3,13 +3,14 @@
 Each part is a process of its own, with its share of what is left of the budget. One that fails,
 hangs or runs out of time costs no figure of the others, and each saves its figures as they come.
 
-  kernels        every case and stage of the Mosaic kernels
-  peers          score and select by packages of others that are installed
-  jax-chain      layers of one jitted program
-  host           what a torch decode costs the host (benchmarks.host)
-  exchange       between two or four GPUs (benchmarks.exchange, into FILE-x2 or FILE-x4)
-  xla, torch, torch_compile   score and select in these
-  sweep          contexts and batches, into FILE-sweep
+  kernels      every case and stage of the Mosaic kernels
+  flashinfer   score and select by FlashInfer, where it is installed
+  jax-chain    layers of one jitted program
+  host         what a torch decode costs the host (benchmarks.host)
+  exchange     between two or four GPUs (benchmarks.exchange, into FILE-x2 or FILE-x4)
+  baselines    score and select in torch, XLA and torch.compile
+  vllm         by vLLM's kernels, where they are installed
+  sweep        contexts and batches, into FILE-sweep
 
 Rows replace those of FILE that measure the same and leave the others. The exit status is 1 where a
 part failed or had no time, 2 where nothing was measured.
@@ -30,19 +31,18 @@ from benchmarks import results
 from benchmarks.__main__ import STAGES
 
 _LEAST_SECONDS = 8  # worth starting a part with
-_GRACE_SECONDS = 10  # past its budget, after which a part is ended: more than it gives itself
+_GRACE_SECONDS = 15  # past its budget, after which a part is ended: its start takes some
 _RUN = ("-m", "benchmarks", "--backends")
 _TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "gpu")
 # The most wanted first: its command, and how much of what is left of the budget it may take.
 PARTS: dict[str, tuple[tuple[str, ...], float]] = {
     "kernels": ((*_RUN, "mosaic", "--stages", *(x for x in STAGES if x != "jax-chain")), 0.4),
-    "peers": ((*_RUN, "flashinfer", "flashinfer-no-icp", "vllm"), 0.45),
-    "jax-chain": ((*_RUN, "mosaic", "--stages", "jax-chain"), 0.4),
-    "host": (("-m", "benchmarks.host"), 0.4),
+    "flashinfer": ((*_RUN, "flashinfer", "flashinfer-no-icp"), 0.4),
+    "jax-chain": ((*_RUN, "mosaic", "--stages", "jax-chain"), 0.35),
+    "host": (("-m", "benchmarks.host"), 0.35),
     "exchange": ((*_TORCHRUN, "-m", "benchmarks.exchange"), 0.5),
-    "xla": ((*_RUN, "xla"), 0.6),
-    "torch": ((*_RUN, "torch"), 0.6),
-    "torch_compile": ((*_RUN, "torch_compile"), 0.7),
+    "baselines": ((*_RUN, "torch", "xla", "torch_compile"), 0.85),
+    "vllm": ((*_RUN, "vllm"), 0.6),
     "sweep": (("-m", "benchmarks", "sweep"), 1.0),
 }
 
