@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from msa_icp_jax import checks
+from msa_icp_jax.ambient import check_unsplit
 
 BACKENDS = ("auto", "mosaic", "xla")
 PRECISIONS = ("auto", "exact", "fast")
@@ -79,9 +80,11 @@ def takes_mosaic(backend: str, *arrays: Any) -> bool:
     """Whether `backend` resolves to Mosaic.
 
     Raises:
-      ValueError: `backend` is unknown, or a kernel would get `arrays` under shard_map's
-        check_vma=True: kernels write into refs, and refs cannot carry varying manual axes.
+      ValueError: `backend` is unknown, `arrays` are split over Explicit mesh axes, or a kernel
+        would get them under shard_map's check_vma=True: kernels write into refs, and refs cannot
+        carry varying manual axes.
     """
+    check_unsplit(*arrays)
     if resolve_backend(backend) == "xla":
         return False
     if any(varying_axes(x) for x in arrays):

@@ -27,6 +27,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from msa_icp_jax import checks, one_sided, peer_storage, programs, rows
+from msa_icp_jax.ambient import own_mesh
 from msa_icp_jax.backend import check_precision, resolve_backend, resolve_prefill_backend
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.comm import (
@@ -673,14 +674,15 @@ class MSAIcpIndexerPlan:
                     "ranks' GPUs store into each other's memory, got None"
                 )
             return MSAIcpComm.zeros(*sizes)
-        if self.transport == ONE_SIDED:
-            try:
-                return place_one_sided_comm(mesh, self.axis_name, *sizes)
-            except peer_storage.Unreachable as error:
-                if not self.comm_optional:
-                    raise
-                warnings.warn(f"{error} (chosen instead)", stacklevel=2)
-        return place_collective_comm(mesh, self.axis_name, *sizes)
+        with own_mesh(mesh):
+            if self.transport == ONE_SIDED:
+                try:
+                    return place_one_sided_comm(mesh, self.axis_name, *sizes)
+                except peer_storage.Unreachable as error:
+                    if not self.comm_optional:
+                        raise
+                    warnings.warn(f"{error} (chosen instead)", stacklevel=2)
+            return place_collective_comm(mesh, self.axis_name, *sizes)
 
     def free_comm(self, comm: MSAIcpComm) -> None:
         """Releases receive storage from `init_comm(mesh)`, on every process of the mesh together.

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from msa_icp_jax import checks
+from msa_icp_jax.ambient import check_one_device, own_mesh
 from msa_icp_jax.comm import ONE_SIDED, MSAIcpComm, comm_shapes, comm_specs
 from msa_icp_jax.geometry import (
     HEAD_DIM,
@@ -88,29 +89,38 @@ class Program:
     JAX narrows a 64-bit numpy array before the function sees it, without a word: page 2**32 + 5
     would be page 5. So numpy arrays are looked at here, on every call; arrays of JAX keep their
     dtype and are checked while the function is traced. A `slot` from the host is taken mod 3 here,
-    so that the running count of calls may have any size.
+    so that the running count of calls may have any size. The mesh that `jax.set_mesh` made ambient
+    is none of a program's: it runs on its own, or on one device.
     """
 
-    def __init__(self, jitted: Any, dtypes: dict[str, Any]) -> None:
+    def __init__(self, jitted: Any, dtypes: dict[str, Any], mesh: Mesh | None) -> None:
         """Wraps a jitted function of the arguments that `dtypes` names, in order."""
         self._jitted = jitted
         self._dtypes = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
+        self._mesh = mesh
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs the program, compiling it on the first call of its shapes."""
-        return self._jitted(*self._checked(arguments))
+        arguments = self._checked(arguments)
+        if "slot" in self._dtypes and not isinstance(arguments[-1], jax.Array):
+            arguments = (*arguments[:-1], self._on_device(arguments))
+        with own_mesh(self._mesh):
+            return self._jitted(*arguments)
 
     def trace(self, *arguments: Any) -> Any:
         """`jax.jit`'s own; arguments may be abstract, as in `lower` and `eval_shape`."""
-        return self._jitted.trace(*self._checked(arguments))
+        with own_mesh(self._mesh):
+            return self._jitted.trace(*self._checked(arguments))
 
     def lower(self, *arguments: Any) -> Any:
         """`jax.jit`'s own."""
-        return self._jitted.lower(*self._checked(arguments))
+        with own_mesh(self._mesh):
+            return self._jitted.lower(*self._checked(arguments))
 
     def eval_shape(self, *arguments: Any) -> Any:
         """`jax.jit`'s own."""
-        return self._jitted.eval_shape(*self._checked(arguments))
+        with own_mesh(self._mesh):
+            return self._jitted.eval_shape(*self._checked(arguments))
 
     def _cache_size(self) -> int:
         return self._jitted._cache_size()
@@ -128,6 +138,19 @@ class Program:
             if not isinstance(value, jax.Array):
                 checks.host_dtypes(name, value, dtype)
         return arguments
+
+    def _on_device(self, arguments: tuple[Any, ...]) -> Any:
+        """The last argument, a slot of the host's, as an array beside the others.
+
+        Passed as it is it would be an implicit transfer, which a program may forbid.
+        """
+        slot, beside = arguments[-1], arguments[0]
+        if isinstance(beside, jax.core.Tracer):
+            return slot
+        if self._mesh is not None:
+            return _everywhere(int(slot), self._mesh)
+        committed = isinstance(beside, jax.Array) and beside.committed
+        return jax.device_put(slot, beside.sharding if committed else None)
 
 
 # What is cached comes checked: to a cache 1.0 and True are the same key as 1.
@@ -234,6 +257,7 @@ def _program(
     """
     specs = _Specs(plan.axis_name)
     in_specs = tuple(map(specs.of, inputs))
+    mapped: Callable[..., Any]
     if mesh is None:
         # A leading axis of W where the icp axis shards, none where it replicates.
         axes = jax.tree.map(
@@ -241,9 +265,14 @@ def _program(
             in_specs,
             is_leaf=lambda spec: isinstance(spec, P),
         )
-        mapped = jax.vmap(
+        every_rank = jax.vmap(
             method, in_axes=axes, axis_name=plan.axis_name, axis_size=plan.geometry.world_size
         )
+
+        def mapped(*arguments: Any) -> Any:
+            check_one_device(dict(zip(inputs, arguments, strict=True)))
+            return every_rank(*arguments)
+
     else:
         mapped = jax.shard_map(
             method,
@@ -254,7 +283,14 @@ def _program(
         )
     donated = [list(inputs).index(name) for name in jax.tree.leaves(written)]
     jitted = jax.jit(mapped, donate_argnums=donated, compiler_options=compiler_options)
-    return Program(jitted, inputs)
+    return Program(jitted, inputs, mesh)
+
+
+@functools.lru_cache(maxsize=64)
+def _everywhere(value: int, mesh: Mesh) -> jax.Array:
+    """An int32 array on a whole mesh, of which every process puts its own part."""
+    here = [jax.device_put(np.int32(value), device) for device in mesh.local_devices]
+    return jax.make_array_from_single_device_arrays((), NamedSharding(mesh, P()), here)
 
 
 def check_mesh(plan: Plan, mesh: Mesh | None) -> None:
@@ -299,13 +335,14 @@ def warmup(
     for batch, query_len in decodes:
         tokens_written.add(batch * query_len)
         program = decode_program(plan, mesh, query_len, tagged, with_comm, None, True)
-        storage = (_abstract_comm(plan, mesh), np.int32(0)) if with_comm else ()
+        slot = _of_all_ranks(plan, mesh, P(), (), jnp.int32)
+        storage = (_abstract_comm(plan, mesh), slot) if with_comm else ()
         program.lower(*shapes.decode(batch, query_len).values(), *storage).compile()
+    build = functools.partial(plan.prefill_window_plan, **shapes.bounds())
+    with own_mesh(mesh):
+        window_plan = jax.eval_shape(build, *shapes.window())
     window_plan = jax.tree.map(
-        lambda leaf: make("window_plan", leaf.shape, leaf.dtype),
-        jax.eval_shape(
-            functools.partial(plan.prefill_window_plan, **shapes.bounds()), *shapes.window()
-        ),
+        lambda leaf: make("window_plan", leaf.shape, leaf.dtype), window_plan
     )
     prefill_program(plan, mesh, None).lower(*shapes.prefill(window_plan).values()).compile()
     for tokens in sorted(tokens_written):

@@ -10,11 +10,14 @@ from typing import Any
 
 import chains
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from chains import Ranks, random_decode, random_prefill
+from jax.experimental import checkify
 
 from msa_icp_jax import msa_icp_index_score_sharded_plan
+from msa_icp_jax.ops.index_cache import xla
 
 
 def decode_case() -> chains.Decode:
@@ -97,3 +100,76 @@ def test_a_host_plan_lies_on_the_default_device() -> None:
     assert plan.qo_lens.devices() == {second} and not plan.qo_lens.committed
     assert asked.qo_lens.devices() == {first}
     np.testing.assert_array_equal(plan.qo_lens, asked.qo_lens)
+
+
+# ---- checks and guards ----
+
+
+def test_no_index_is_out_of_range() -> None:
+    """Not even one that a gather would clip or a scatter drop: `checkify` finds nothing."""
+    ranks, decode, window = ranks_of(), decode_case(), prefill_case()
+    plan = ranks.plan
+
+    def step(decode_arrays: Any, comm: Any, prefill_arrays: Any, new_k: Any, slots: Any) -> Any:
+        found = plan.decode(*decode_arrays, comm=comm, slot=2, tagged=True, decode_query_len=2)
+        index_k = prefill_arrays[1]
+        for write in (xla._rewrite, xla._scatter):
+            owned = (slots >= 0) & (slots < 8)
+            index_k = write(index_k, new_k, jnp.where(owned, slots, 0), slots & 63, owned)
+        return found[0], plan.prefill(*prefill_arrays, fused=False)[0], index_k
+
+    every = (None, 0, None, None, None, 0, 0)
+    axes = (every, 0, (None, 0, None, None, 0, None, 0, 0), None, None)
+    mapped = jax.vmap(step, in_axes=axes, axis_name=chains.AXIS, axis_size=2)
+    checked = jax.jit(checkify.checkify(mapped, errors=checkify.index_checks))
+    new_k = jnp.zeros((5, 128), jnp.float8_e4m3fn)
+    slots = jnp.array([-1, 3, 2**31 - 1, 8, -(2**31)], jnp.int32)
+    error, (output, chosen, _) = checked(
+        tuple(ranks.decode_arrays(decode)),
+        ranks.put_comm(ranks.zero_comm()),
+        tuple(ranks.prefill_arrays(window)),
+        new_k,
+        slots,
+    )
+    assert error.get() is None
+    chains.check_output(plan, decode, ranks.get(output, chains.OUTPUT))
+    chains.check_output(plan, window, ranks.get(chosen, chains.OUTPUT))
+
+
+@pytest.mark.parametrize("on_mesh", [False, True], ids=["one device", "mesh"])
+def test_a_slot_of_python_s_is_no_implicit_transfer(on_mesh: bool) -> None:
+    ranks = Ranks(ranks_of().plan, chains.make_mesh(2) if on_mesh else None)
+    case = decode_case()
+    program = ranks.plan.decode_program(ranks.mesh, decode_query_len=2, with_comm=True)
+    arrays, comm = ranks.decode_arrays(case), ranks.put_comm(ranks.zero_comm())
+    with jax.transfer_guard("disallow"):
+        output, _, comm = program(*arrays, comm, 10**12)
+        with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+            program(np.asarray(arrays[0]), *arrays[1:], comm, 0)
+    chains.check_output(ranks.plan, case, ranks.get(output, chains.OUTPUT))
+
+
+@pytest.mark.parametrize("bits", [False, True], ids=["32 bits", "64 bits"])
+def test_layers_in_a_scan(bits: bool) -> None:
+    """All modes at once: the slot is a scan's counter, in the caller's jit and shard_map."""
+    ranks, case = Ranks(ranks_of().plan, chains.make_mesh(2)), decode_case()
+
+    def steps(*arrays: Any) -> Any:
+        def layer(comm: Any, slot: Any) -> Any:
+            ids, _, comm = ranks.plan.decode(*arrays, comm=comm, slot=slot, decode_query_len=2)
+            return comm, ids
+
+        return jax.lax.scan(layer, ranks.plan.init_comm(), jnp.arange(4, dtype=jnp.int32))[1]
+
+    specs = (chains.ALL, chains.INDEX_K, *[chains.ALL] * 3)
+    mapped = jax.shard_map(
+        steps,
+        mesh=ranks.mesh,
+        in_specs=specs,
+        out_specs=jax.P(None, None, chains.AXIS),
+        check_vma=False,
+    )
+    with jax.enable_x64(bits):
+        found = np.asarray(jax.jit(mapped)(*ranks.decode_arrays(case)[:5]))
+    for output in found:
+        chains.check_output(ranks.plan, case, output)

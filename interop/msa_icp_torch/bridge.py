@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 import torch
 
+from msa_icp_jax.ambient import own_mesh
 from msa_icp_jax.checks import AtLeast
 
 T = TypeVar("T")
@@ -279,11 +280,15 @@ class Bridge:
         if some is not None:
             torch.from_dlpack(some)  # asks JAX to make the current stream wait
 
-    def guard(self) -> Any:
-        """The context in which calls run: DLPack exports only from torch's current device."""
-        if self.device.type == "cpu":
-            return contextlib.nullcontext()
-        return torch.cuda.device(self.device)
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """The context in which calls run: on one device, whatever mesh is ambient in JAX.
+
+        DLPack exports only from torch's current device.
+        """
+        on_cpu = self.device.type == "cpu"
+        with own_mesh(None), contextlib.nullcontext() if on_cpu else torch.cuda.device(self.device):
+            yield
 
 
 def is_capturing(device: torch.device) -> bool:

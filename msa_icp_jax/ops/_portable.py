@@ -244,6 +244,7 @@ def _gathered_keys(shard: Shard, pages: jax.Array, tuning: Tuning) -> jax.Array:
     dtype = cache.dtype
     unit = tuning.unit if jnp.dtype(tuning.unit).itemsize >= dtype.itemsize else jnp.uint16
     units = _as_units(cache, unit)
+    pages = jnp.maximum(pages, 0)  # one that cannot be read reads page 0: no index is out of range
     start = jnp.stack([pages, jnp.full_like(pages, shard.row_offset)], axis=-1)
     gathered = lax.gather(
         units,

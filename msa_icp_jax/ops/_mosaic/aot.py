@@ -36,6 +36,8 @@ from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.extend.core import Literal
 from jaxlib.mlir import ir, passmanager
 
+from msa_icp_jax.ambient import own_mesh
+
 _TARGET = "mosaic_gpu_v2"
 _VERSIONS = ((0, 11), (0, 12))  # of jaxlib, whose symbols are as used here
 _DTYPES = {
@@ -133,7 +135,7 @@ def lower(function: Callable[..., Any], *arguments: Any) -> Lowered:
       Unlaunchable: an operand or a result is computed outside kernels.
     """
     leaves = jax.tree.leaves(arguments)
-    with on_cpu(), jax.enable_x64(False):  # Python ints between kernels are no 64-bit buffers
+    with on_cpu():
         folded = functools.partial(_evaluate, jax.make_jaxpr(function)(*arguments))
         lowered = jax.jit(folded, keep_unused=True).trace(*leaves)
         module = lowered.lower(lowering_platforms=("cuda",)).compiler_ir()
@@ -150,9 +152,10 @@ def on_cpu() -> Iterator[None]:
     """Lowers on the CPU and leaves JAX as it was, where JAX has no backend yet.
 
     Lowering asks JAX for a device, and that would start every backend, a CUDA client included.
-    Where backends are up already they are used.
+    Where backends are up already they are used. Neither an ambient mesh nor 64-bit mode, in which
+    Python ints between kernels would be 64-bit buffers, makes a difference.
     """
-    with _backend_lock:
+    with _backend_lock, own_mesh(None), jax.enable_x64(False):
         if xla_bridge.backends_are_initialized():
             yield
             return

@@ -26,32 +26,45 @@ def write_rows(
     rows = rows_per_page(world_size, page_size)
     page, row = slot_mapping // page_size, slot_mapping % page_size
     owned = (slot_mapping >= 0) & (page < index_k.shape[0]) & (row // rows == rank)
-    page = jnp.where(owned, page, index_k.shape[0])  # past the end: dropped by the scatter
     varying = (new_k, slot_mapping, rank)
     return lax.platform_dependent(
         vary_as(index_k, *varying),
         vary_as(new_k, index_k, *varying),
-        vary_as(page, index_k, *varying),
+        vary_as(jnp.where(owned, page, 0), index_k, *varying),
         vary_as(row_offset + row % rows, index_k, *varying),
+        vary_as(owned, index_k, *varying),
         cpu=_rewrite,
         default=_scatter,
     )
 
 
-def _scatter(index_k: jax.Array, new_k: jax.Array, page: jax.Array, row: jax.Array) -> jax.Array:
-    return index_k.at[page, row].set(new_k, mode="drop")
+def _scatter(
+    index_k: jax.Array, new_k: jax.Array, page: jax.Array, row: jax.Array, owned: jax.Array
+) -> jax.Array:
+    """A token that is not stored writes what another one does; if none is, the row that is there.
+
+    So every index is in range, and no row is written that would not be.
+    """
+    some = jnp.argmax(owned)  # the first that is stored
+    there = index_k[page[some], row[some]]
+    value = jnp.where(owned[some], new_k[some], there)
+    page, row = jnp.where(owned, page, page[some]), jnp.where(owned, row, row[some])
+    return index_k.at[page, row].set(jnp.where(owned[:, None], new_k, value[None]))
 
 
-def _rewrite(index_k: jax.Array, new_k: jax.Array, page: jax.Array, row: jax.Array) -> jax.Array:
+def _rewrite(
+    index_k: jax.Array, new_k: jax.Array, page: jax.Array, row: jax.Array, owned: jax.Array
+) -> jax.Array:
     """The scatter as one pass over the cache, in place.
 
     XLA on CPU moves no float8 or bfloat16 data: around a scatter it converts the whole cache, or
     copies it to view it as bytes. A choice between each old code and a new one needs no copy, only
-    a map of 4 bytes a row.
+    a map of 4 bytes a row, with a page behind the last one for tokens that are not stored.
     """
+    pages, rows, _ = index_k.shape
     token = jnp.arange(new_k.shape[0], dtype=jnp.int32)
-    token_of = jnp.full_like(index_k, -1, jnp.int32, shape=index_k.shape[:2])
-    token_of = token_of.at[page, row].set(token, mode="drop")
+    token_of = vary_as(jnp.full((pages + 1, rows), -1, jnp.int32), index_k)
+    token_of = token_of.at[jnp.where(owned, page, pages), row].set(token)[:pages]
     codes = jnp.uint8 if index_k.dtype.itemsize == 1 else jnp.uint16
     new = lax.bitcast_convert_type(new_k, codes)[jnp.maximum(token_of, 0)]
     old = lax.bitcast_convert_type(index_k, codes)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msa_icp_jax import checks, geometry
+from msa_icp_jax.ambient import check_unsplit
 from msa_icp_jax.backend import resolve_backend
 from msa_icp_jax.geometry import BLOCK_SIZE, MAX_INT32, MAX_TOKENS, cdiv
 from msa_icp_jax.ops.prefill_plan.namespace import Namespace
@@ -162,6 +163,7 @@ def msa_icp_index_score_sharded_plan_device(
     checks.array("qo_segment_offsets", qo_segment_offsets, jnp.int32, segments + 1)
     checks.array("kv_segment_offsets", kv_segment_offsets, jnp.int32, segments + 1)
     checks.array("qo_offset", qo_offset, jnp.int32, segments)
+    check_unsplit(qo_segment_lens, kv_segment_lens, qo_segment_offsets, qo_offset)
     geometry.check_num_heads("num_qo_heads", num_qo_heads)
     total_q = checks.integer("total_q", total_q, 0, MAX_INT32)
     max_query_len = checks.integer("max_query_len", max_query_len, 0, MAX_INT32)
