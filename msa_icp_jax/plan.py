@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from msa_icp_jax import checks, one_sided, peer_storage, programs, rows
-from msa_icp_jax.ambient import own_mesh
+from msa_icp_jax.ambient import check_unsplit, own_mesh
 from msa_icp_jax.backend import check_precision, resolve_backend, resolve_prefill_backend
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.comm import (
@@ -452,6 +452,7 @@ class MSAIcpIndexerPlan:
         """
         checks.array("qo_segment_lens", qo_segment_lens, jnp.int32, None)
         checks.array("kv_segment_lens", kv_segment_lens, jnp.int32, qo_segment_lens.shape[0])
+        check_unsplit(qo_segment_lens, kv_segment_lens)
         limits = self.geometry
         checks.integer("qo_segment_lens.shape[0]", qo_segment_lens.shape[0], 0, limits.max_num_seqs)
         checks.integer("total_q", total_q, 0, limits.max_num_batched_tokens)

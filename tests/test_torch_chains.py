@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 import oracle
 import pytest
@@ -371,3 +372,28 @@ def test_index_keys_that_change_their_place_in_the_pages(group):
         step.output.fill_(OLD_WORD)
     group.decode(steps, 2, slot=1)
     np.testing.assert_array_equal(outputs([step.output for step in steps]), want)
+
+
+# ---- JAX's own modes ----
+
+
+def test_modes_of_jax_do_not_reach_a_plan():
+    """Neither 64 bits, nor an ambient mesh with whose Explicit axes JAX types new arrays."""
+    group = Group(2, 128)
+    case = random_prefill(SEGMENTS, 128, 128)
+    windows = [prefill_window(plan, case) for plan in group.plans]
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh), jax.enable_x64(True):
+        group.plans[0].warmup(index_k=windows[0].index_k, batch_sizes=[1], query_lens=[1])
+        for plan, window in zip(group.plans, windows, strict=True):
+            prefill_local(plan, case, window)
+        for rank, (plan, window) in enumerate(zip(group.plans, windows, strict=True)):
+            owned = slice(2 * rank, 2 * rank + 2)
+            window.received.copy_(torch.stack([w.carrier[owned] for w in windows]))
+            plan.prefill_merge(window.received, window.num_valid_pages, window.output)
+    found = Prefilled(
+        outputs([w.output for w in windows]),
+        np.stack([w.carrier.numpy() for w in windows]),
+        planes([w.score_scratch for w in windows]),
+    )
+    check_prefilled(jax_plan(group), case, found, fused=False)
