@@ -398,16 +398,18 @@ def test_bytes_changed_anywhere_in_a_file_never_escape_as_another_error(tmp_path
 
 
 @pytest.mark.parametrize("name", [b"a$x_{$.npz", b"\xff.npz", "\u4e2d.npz".encode()])
-def test_a_file_of_any_name_is_answered_and_drawn(name, tmp_path):
-    path = tmp_path / os.fsdecode(name)
-    np.savez(path, q=some_bytes(1, 4, 128), k=some_bytes(300, 128) & 0xBF)
-    arguments = ["--index-file", path]
+def test_a_file_of_any_name_is_answered_and_drawn(name, index_file, monkeypatch):
+    path = index_file.rename(index_file.with_name(os.fsdecode(name)))
+    arguments = ["demo", "--index-file", str(path)]
     drawn = path.with_suffix(".png")
     if importlib.util.find_spec("matplotlib"):
-        arguments += ["--out", drawn]
-    done = run_demo(*arguments, cwd=tmp_path, PYTHONIOENCODING="ascii:strict")
-    assert done.returncode == 0, done.stderr
-    assert "exact: all" in done.stdout
+        arguments += ["--out", str(drawn)]
+    streams = {n: io.TextIOWrapper(io.BytesIO(), "ascii") for n in ("stdout", "stderr")}
+    for stream, ascii_only in streams.items():
+        monkeypatch.setattr(sys, stream, ascii_only)
+    assert command_line.main(arguments) == 0
+    streams["stdout"].flush()
+    assert b"exact: all" in streams["stdout"].buffer.getvalue()
     if "--out" in arguments:
         assert drawn.read_bytes().startswith(b"\x89PNG")
 

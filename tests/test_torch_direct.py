@@ -645,11 +645,11 @@ def test_a_window_without_segments(launched):
     assert len(launched.kernels) == 1  # select
 
 
-def lengths_of(kind: str, rng: np.random.Generator) -> list[np.ndarray]:
-    segments = int(rng.integers(0, 9))
+def lengths_of(kind: str, segments: int, rng: np.random.Generator) -> list[np.ndarray]:
     if kind == "long":  # positions and keys on both sides of the last that a plane has
-        qo = rng.integers(1, 200, 8)
-        offset = rng.integers(MAX_TOKENS - 100_000, MAX_INT32 - 200, 8)
+        qo = rng.integers(1, 200, segments)
+        offset = rng.integers(MAX_TOKENS - 100_000, MAX_INT32 - 200, segments)
+        offset[::2] = rng.integers(MAX_TOKENS - 500, MAX_TOKENS + 500, len(offset[::2]))
         found = [qo, offset + qo, offset]
     elif kind == "hostile":
         found = [rng.integers(-(2**31), 2**31, segments) for _ in range(3)]
@@ -662,9 +662,24 @@ def lengths_of(kind: str, rng: np.random.Generator) -> list[np.ndarray]:
     return [x.astype(np.int32) for x in found]
 
 
-def built(plan: Any, lengths: list[np.ndarray], bounds: dict[str, int]) -> MSAIcpScorePlan:
-    """The window plan of the JAX package, by one program."""
-    return jax.jit(functools.partial(plan.prefill_window_plan, **bounds))(*lengths)
+WINDOWS = [  # (segments, bounds): few, since each is a program
+    (segments, {"total_q": total_q, "max_query_len": query_len, "max_seq_len": seq_len})
+    for segments, total_q, query_len, seq_len in (
+        (3, 0, 0, 1 << 20),
+        (0, 1, 1, 900),
+        (1, 63, 63, MAX_INT32),
+        (5, 64, 40, MAX_INT32),
+        (8, 200, 200, 1 << 20),
+        (7, 513, 130, MAX_INT32),
+        (8, 700, 700, MAX_INT32),
+    )
+]
+
+
+@functools.cache
+def window_builder(plan: Any, **bounds: int) -> Any:
+    """The window plan of the JAX package, by one program for all lengths."""
+    return jax.jit(functools.partial(plan.prefill_window_plan, **bounds))
 
 
 def same_window_plan(found: window.WindowPlan, want: MSAIcpScorePlan) -> None:
@@ -684,14 +699,9 @@ def test_the_window_plan_is_that_of_the_jax_package_bit_for_bit(kind):
     plan = prepare(**limits)._jax_plan
     hidden = window.hidden_keys(CPU)
     rng = np.random.default_rng(0)
-    for total_q in (0, 1, 63, 64, 200, 513, 700):
-        lengths = lengths_of(kind, rng)
-        bounds = {
-            "total_q": total_q,
-            "max_query_len": int(rng.integers(0, total_q + 1)),
-            "max_seq_len": MAX_INT32 if kind == "long" else int(rng.integers(0, 1 << 20)),
-        }
-        want = built(plan, lengths, bounds)
+    for segments, bounds in WINDOWS * 3:
+        lengths, total_q = lengths_of(kind, segments, rng), bounds["total_q"]
+        want = window_builder(plan, **bounds)(*lengths)
         found = window.build(tuple(map(torch.from_numpy, lengths)), hidden, ctas=SMS, **bounds)
         same_window_plan(found, want)
         shapes = window.shapes(found.num_segments, total_q, SMS)
@@ -709,7 +719,7 @@ def test_many_long_segments_do_not_wrap():
     lengths = [np.full(64, value, np.int32) for value in (128, MAX_INT32, MAX_INT32 - 128)]
     bounds = {"total_q": 8192, "max_query_len": 128, "max_seq_len": MAX_INT32}
     plan = prepare(max_num_batched_tokens=8192, max_num_seqs=64, max_model_len=MAX_INT32)
-    want = built(plan._jax_plan, lengths, bounds)
+    want = window_builder(plan._jax_plan, **bounds)(*lengths)
     found = window.build(
         tuple(map(torch.from_numpy, lengths)), window.hidden_keys(CPU), ctas=SMS, **bounds
     )
