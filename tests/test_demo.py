@@ -124,40 +124,48 @@ def test_the_shipped_arrays_are_what_the_notice_says():
 # ---- a wrong selection ---------------------------------------------------------------------------
 
 
-def run_tampered(change, index_file):
-    """The demonstration with a reference whose answers were changed by one line of code."""
-    code = f"""
-import sys
-from msa_icp_jax import __main__, demo
-choose = demo.choose_blocks
-def tampered(q, k, positions):
-    ids = choose(q, k, positions)
-    {change}
-    return ids
-demo.choose_blocks = tampered
-sys.exit(__main__.main(["demo", "--json", "--index-file", {str(index_file)!r}]))
-"""
-    return run_python("-c", code, cwd=index_file.parent)
+@pytest.fixture
+def run_tampered(index_file, monkeypatch, capsys):
+    """Runs the demonstration with a reference whose answers a function changes."""
+
+    def run(change):
+        choose = demo.choose_blocks
+
+        def tampered(q, k, positions):
+            ids = choose(q, k, positions)
+            change(ids, q, positions)
+            return ids
+
+        monkeypatch.setattr(demo, "choose_blocks", tampered)
+        monkeypatch.chdir(index_file.parent)
+        assert command_line.main(["demo", "--json", "--index-file", str(index_file)]) == 1
+        said = capsys.readouterr()
+        return json.loads(said.out), said.err
+
+    return run
 
 
-def test_one_differing_selection_of_prefill_fails_and_is_named(index_file):
-    # Row 700 of the prefill is row 188 of the third comparison window of 256.
-    change = "if positions[0] == 2500 - 2048 + 512: ids[188, 2, 1:15] = ids[188, 2, 1:15] - 1"
-    done = run_tampered(change, index_file)
-    assert done.returncode == 1, done.stderr
-    found = json.loads(done.stdout)
+def test_one_differing_selection_of_prefill_fails_and_is_named(run_tampered):
+    def change(ids, q, positions):
+        # Row 700 of the prefill is row 188 of the third comparison window of 256.
+        if positions[0] == 2500 - 2048 + 512:
+            ids[188, 2, 1:15] = ids[188, 2, 1:15] - 1
+
+    found, said = run_tampered(change)
     assert found["exact"] is False
     (difference,) = found["differences"]
     assert (difference["phase"], difference["row"], difference["head"]) == ("prefill", 700, 2)
     assert difference["chosen"] != difference["expected"]
-    assert "NOT EXACT: 1 of 8,204 selections" in done.stderr
-    assert "prefill row 700 head 2: chosen [0, " in done.stderr
+    assert "NOT EXACT: 1 of 8,204 selections" in said
+    assert "prefill row 700 head 2: chosen [0, " in said
 
 
-def test_a_differing_selection_of_decode_fails_too(index_file):
-    done = run_tampered("if len(q) == 3: ids[1] = ids[1, :, ::-1]", index_file)
-    assert done.returncode == 1, done.stderr
-    differences = json.loads(done.stdout)["differences"]
+def test_a_differing_selection_of_decode_fails_too(run_tampered):
+    def change(ids, q, positions):
+        if len(q) == 3:
+            ids[1] = ids[1, :, ::-1]
+
+    differences = run_tampered(change)[0]["differences"]
     assert [(d["phase"], d["row"], d["head"]) for d in differences] == [
         ("decode", 1, head) for head in range(4)
     ]
