@@ -333,7 +333,7 @@ def test_kernels_are_all_that_a_stage_launches(case):
             assert len(lowered.returned) == len(part.writes)
             kernels = [step for step in lowered.steps if isinstance(step, aot.Kernel)]
             assert all(kernel.module for kernel in kernels)
-            assert len(kernels) in ((1, 2) if part.name == "fused" else (1,))
+            assert len(kernels) == (2 if part.name in ("local", "fused") else 1)
 
 
 def test_a_score_plane_is_written_in_place():
