@@ -51,7 +51,7 @@ from benchmarks.report import line
 from benchmarks.stages import POISON
 from benchmarks.timing import Times
 from msa_icp_jax import MSAIcpComm, MSAIcpIndexerPlan, one_sided, prepare_msa_icp_indexer
-from msa_icp_jax.comm import comm_shapes, exchange
+from msa_icp_jax.comm import NO_ROWS, comm_shapes, exchange
 from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, TOPK
 from msa_icp_jax.rows import ROW_WORDS
 
@@ -126,7 +126,10 @@ class _Chain:
         if self.transport.startswith("one-sided"):
             geometry = self.plan.geometry
             shapes = comm_shapes(geometry.world_size, geometry.max_decode_tokens, one_sided=True)
-            comm: Any = {k: jax.ShapeDtypeStruct(v, np.int32) for k, v in shapes.items()}
+            comm: Any = {
+                name: jax.ShapeDtypeStruct(shape, np.int32) if shape[0] else NO_ROWS
+                for name, shape in shapes.items()
+            }
             state["comm"] = MSAIcpComm(**comm)
         return self._placed(_only(fixed, _FIXED), [_only(one_set, _OF_SET)] * sets, state)
 

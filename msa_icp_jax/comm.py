@@ -23,7 +23,7 @@ XLA puts a barrier of all devices in front of every such kernel, and without tha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -123,7 +123,11 @@ def msa_icp_comm_layout(world_size: int, heads_per_rank: int, capacity: int) -> 
     )
 
 
-@jax.tree_util.register_dataclass
+# In place of the rows of a comm whose rows lie elsewhere.
+NO_ROWS = np.zeros(0, np.int32)
+
+
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class MSAIcpComm:
     """One rank's receive storage and counters; a pytree, all int32. Donate it with every call.
@@ -131,7 +135,7 @@ class MSAIcpComm:
     Zeroed once; nothing resets it but the recovery from a protocol fault, on all ranks together.
 
     Attributes:
-      recv: [3, W, hpr, C, 33] legacy rows; [0, ...] where they lie at `recv_bases`.
+      recv: [3, W, hpr, C, 33] legacy rows; [0] where they lie at `recv_bases`.
       tagged_recv: [3, W, hpr, C, 32, 2] tagged rows as (word, generation) pairs; likewise.
       recv_bases: [W, 2] device addresses (low, high) of every rank's legacy rows; 0: collective.
       tagged_recv_bases: [W, 2] likewise of the tagged rows.
@@ -161,7 +165,28 @@ class MSAIcpComm:
     @property
     def is_one_sided(self) -> bool:
         """Whether the rows lie outside these arrays, at the addresses in the bases."""
-        return np.shape(self.recv)[:1] == (0,)
+        return isinstance(self.recv, np.ndarray) and self.recv.shape == NO_ROWS.shape
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], bool]:
+        """The arrays, without rows that lie elsewhere.
+
+        A program never gets empty arrays: under shard_map the compiler of jaxlib 0.11.2 crashes on
+        one that is handed through.
+        """
+        names = _FIELDS[2:] if self.is_one_sided else _FIELDS
+        keys = [jax.tree_util.GetAttrKey(name) for name in names]
+        return list(zip(keys, (getattr(self, name) for name in names), strict=True)), (
+            self.is_one_sided
+        )
+
+    @classmethod
+    def tree_unflatten(cls, one_sided: bool, children: Sequence[Any]) -> MSAIcpComm:
+        """A comm of these arrays, or of what stands in their places."""
+        elsewhere: Any = (NO_ROWS, NO_ROWS) if one_sided else ()
+        return cls(*elsewhere, *children)
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(MSAIcpComm))
 
 
 def comm_shapes(
@@ -169,10 +194,9 @@ def comm_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """The shape of every array of one rank's MSAIcpComm."""
     layout = msa_icp_comm_layout(world_size, NUM_HEADS // world_size, capacity)
-    slots = 0 if one_sided else NUM_SLOTS
     return {
-        "recv": (slots, *layout.legacy_shape[1:]),
-        "tagged_recv": (slots, *layout.tagged_shape[1:], 2),
+        "recv": NO_ROWS.shape if one_sided else layout.legacy_shape,
+        "tagged_recv": NO_ROWS.shape if one_sided else (*layout.tagged_shape, 2),
         "recv_bases": (world_size, 2),
         "tagged_recv_bases": (world_size, 2),
         "publish_generations": layout.generations_shape,
@@ -181,29 +205,26 @@ def comm_shapes(
     }
 
 
-def comm_specs(axis_name: str) -> MSAIcpComm:
+def comm_specs(axis_name: str, one_sided: bool = False) -> MSAIcpComm:
     """PartitionSpecs of a global MSAIcpComm over the icp axis, in place of its arrays."""
-    by_head = P(None, None, axis_name)
-    by_row = P(axis_name)
-    counters = P(None, axis_name)
-    specs: Any = (by_head, by_head, by_row, by_row, counters, counters, by_row)
-    return MSAIcpComm(*specs)
+    by_head: Any = P(None, None, axis_name)
+    by_row: Any = P(axis_name)
+    counters: Any = P(None, axis_name)
+    received: Any = NO_ROWS if one_sided else by_head
+    return MSAIcpComm(received, received, by_row, by_row, counters, counters, by_row)
 
 
-def check_comm(
-    comm: Any, world_size: int, capacity: int, transports: Collection[str] = (COLLECTIVE,)
-) -> None:
+def check_comm(comm: Any, world_size: int, capacity: int, one_sided: bool = False) -> None:
     """Raises, naming the array, unless `comm` is one rank's storage for `capacity` tokens.
 
     Args:
       comm: what is checked.
       world_size: W.
       capacity: C.
-      transports: for which of them it may be made.
+      one_sided: whether its rows must lie elsewhere; else they must not.
     """
     if not isinstance(comm, MSAIcpComm):
         raise TypeError(f"comm must be an MSAIcpComm, got {type(comm).__name__}")
-    one_sided = ONE_SIDED in transports and (COLLECTIVE not in transports or comm.is_one_sided)
     for name, shape in comm_shapes(world_size, capacity, one_sided).items():
         checks.array(f"comm.{name}", getattr(comm, name), jnp.int32, *shape)
 
@@ -235,10 +256,12 @@ def place_one_sided_comm(mesh: Mesh, axis_name: str, world_size: int, capacity: 
     layout = msa_icp_comm_layout(world_size, NUM_HEADS // world_size, capacity)
     size = layout.storage_words * _WORD_BYTES
     addresses = peer_storage.allocate_for_mesh(mesh, axis_name, size)
-    specs = comm_specs(axis_name)
+    specs = comm_specs(axis_name, one_sided=True)
     local_shapes = comm_shapes(world_size, capacity, one_sided=True)
 
-    def put(name: str, shape: tuple[int, ...]) -> jax.Array:
+    def put(name: str, shape: tuple[int, ...]) -> Any:
+        if not shape[0]:
+            return NO_ROWS
         shards = []
         for device, bases in addresses.items():
             value = np.zeros(local_shapes[name], np.int32)

@@ -17,7 +17,6 @@ chains already wrapped, jitted and donating.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from msa_icp_jax import checks, one_sided, peer_storage, programs, rows
+from msa_icp_jax import checks, one_sided, programs, rows
 from msa_icp_jax.ambient import check_unsplit, own_mesh
 from msa_icp_jax.backend import check_precision, resolve_backend, resolve_prefill_backend
 from msa_icp_jax.checks import AtLeast
@@ -663,27 +662,21 @@ class MSAIcpIndexerPlan:
           TypeError, ValueError: the mesh has no such axis of the plan's size, or there is none for
             a plan whose transport is "one-sided".
           peer_storage.Unreachable: GPUs of a group do not reach each other's memory, or lie on
-            several hosts (a plan with transport "auto" warns instead, and uses the collective).
+            several hosts.
           peer_storage.DriverError: the CUDA driver could not allocate or open the storage.
         """
         programs.check_mesh(self, mesh)
-        sizes = self.geometry.world_size, self.geometry.max_decode_tokens
+        one_sided, sizes = self.transport == ONE_SIDED, self._comm_sizes()
         if mesh is None:
-            if not self.comm_optional:
+            if one_sided:
                 raise ValueError(
                     'mesh must be a jax.sharding.Mesh for a plan with transport "one-sided", whose '
                     "ranks' GPUs store into each other's memory, got None"
                 )
             return MSAIcpComm.zeros(*sizes)
+        place = place_one_sided_comm if one_sided else place_collective_comm
         with own_mesh(mesh):
-            if self.transport == ONE_SIDED:
-                try:
-                    return place_one_sided_comm(mesh, self.axis_name, *sizes)
-                except peer_storage.Unreachable as error:
-                    if not self.comm_optional:
-                        raise
-                    warnings.warn(f"{error} (chosen instead)", stacklevel=2)
-            return place_collective_comm(mesh, self.axis_name, *sizes)
+            return place(mesh, self.axis_name, *sizes)
 
     def free_comm(self, comm: MSAIcpComm) -> None:
         """Releases receive storage from `init_comm(mesh)`, on every process of the mesh together.
@@ -699,16 +692,17 @@ class MSAIcpIndexerPlan:
 
     def comm_specs(self) -> MSAIcpComm:
         """PartitionSpecs of a global MSAIcpComm over the icp axis, in an MSAIcpComm."""
-        return comm_specs(self.axis_name)
+        return comm_specs(self.axis_name, one_sided=self.transport == ONE_SIDED)
 
     def check_comm(self, comm: MSAIcpComm) -> None:
         """Raises, naming the array, unless `comm` is one rank's storage of this plan.
 
-        Storage of the one-sided transport lies elsewhere: `recv` and `tagged_recv` have no slot.
+        Rows of the one-sided transport lie elsewhere: `recv` and `tagged_recv` are empty.
         """
-        transports = {self.transport, COLLECTIVE} if self.comm_optional else {self.transport}
-        geometry = self.geometry
-        check_comm(comm, geometry.world_size, geometry.max_decode_tokens, transports)
+        check_comm(comm, *self._comm_sizes(), one_sided=self.transport == ONE_SIDED)
+
+    def _comm_sizes(self) -> tuple[int, int]:
+        return self.geometry.world_size, self.geometry.max_decode_tokens
 
     def decode_score_shape(self) -> tuple[int, int, int]:
         """(max_decode_tokens, 4, columns): one rank's decode score plane, float32."""
@@ -879,7 +873,7 @@ class MSAIcpIndexerPlan:
                 'comm must be an MSAIcpComm from init_comm(mesh) for a plan with transport "one-'
                 'sided", got None'
             )
-        return isinstance(comm, MSAIcpComm) and (comm.is_one_sided or not self.comm_optional)
+        return comm is not None
 
     def _one_sided_options(self, slot: Any, tagged: bool, enable_pdl: bool) -> dict[str, Any]:
         return {

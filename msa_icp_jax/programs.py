@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from msa_icp_jax import checks
 from msa_icp_jax.ambient import check_one_device, own_mesh
-from msa_icp_jax.comm import ONE_SIDED, MSAIcpComm, comm_shapes, comm_specs
+from msa_icp_jax.comm import NO_ROWS, ONE_SIDED, MSAIcpComm, comm_shapes
 from msa_icp_jax.geometry import (
     HEAD_DIM,
     MAX_INT32,
@@ -54,6 +54,10 @@ class Plan(Protocol):
         """The mesh axis of the group."""
 
     @property
+    def comm_specs(self) -> Callable[[], MSAIcpComm]:
+        """PartitionSpecs of all ranks' storage."""
+
+    @property
     def decode(self) -> Callable[..., Any]:
         """One rank's decode."""
 
@@ -67,19 +71,19 @@ class Plan(Protocol):
 
 
 class _Specs:
-    """PartitionSpecs of the chains' arrays over one icp axis, by name; `ALL` is replicated."""
+    """PartitionSpecs of the chains' arrays over a plan's axis, by name; `ALL` is replicated."""
 
     ALL = P()
 
-    def __init__(self, axis: str) -> None:
+    def __init__(self, plan: Plan) -> None:
+        axis, self.comm = plan.axis_name, plan.comm_specs()
         self.index_k = P(None, axis)
         self.scores = self.score_scratch = P(None, None, axis)
         self.carrier_view = P(None, axis)
         self.output = P(None, axis)
-        self.comm = comm_specs(axis)
 
-    def of(self, name: str) -> P:
-        """The spec of the argument called `name`."""
+    def of(self, name: str) -> Any:
+        """The spec, or specs, of the argument called `name`."""
         return getattr(self, name, self.ALL)
 
 
@@ -255,7 +259,7 @@ def _program(
     `inputs` are its arguments' dtypes by name; `written` are those that it returns, which are
     donated.
     """
-    specs = _Specs(plan.axis_name)
+    specs = _Specs(plan)
     in_specs = tuple(map(specs.of, inputs))
     mapped: Callable[..., Any]
     if mesh is None:
@@ -351,12 +355,12 @@ def warmup(
 
 def _abstract_comm(plan: Plan, mesh: Mesh | None) -> MSAIcpComm:
     """All ranks' storage of the plan's transport."""
-    limits, specs = plan.geometry, comm_specs(plan.axis_name)
-    shapes = comm_shapes(
-        limits.world_size, limits.max_decode_tokens, one_sided=plan.transport == ONE_SIDED
-    )
+    limits, specs = plan.geometry, plan.comm_specs()
+    shapes = comm_shapes(limits.world_size, limits.max_decode_tokens, specs.is_one_sided)
     arrays: dict[str, Any] = {
-        name: _of_all_ranks(plan, mesh, getattr(specs, name), shape, jnp.int32)
+        name: NO_ROWS
+        if getattr(specs, name) is NO_ROWS
+        else _of_all_ranks(plan, mesh, getattr(specs, name), shape, jnp.int32)
         for name, shape in shapes.items()
     }
     return MSAIcpComm(**arrays)
@@ -366,7 +370,7 @@ def _abstract(
     plan: Plan, mesh: Mesh | None, name: str, local_shape: tuple[int, ...], dtype: Any
 ) -> jax.ShapeDtypeStruct:
     """An argument of all ranks, from its name and its shape on one rank."""
-    spec = _Specs(plan.axis_name).of(name)
+    spec = _Specs(plan).of(name)
     return _of_all_ranks(plan, mesh, spec, local_shape, dtype)
 
 

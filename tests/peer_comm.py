@@ -14,7 +14,7 @@ import numpy.typing as npt
 from chains import AXIS, Decode
 
 from msa_icp_jax import MSAIcpComm, MSAIcpIndexerPlan, msa_icp_comm_layout, peer_storage
-from msa_icp_jax.comm import address_words, comm_shapes
+from msa_icp_jax.comm import NO_ROWS, address_words, comm_shapes
 from msa_icp_jax.rows import ROW_WORDS, TAGGED_WORDS
 
 Array = npt.NDArray[Any]
@@ -41,7 +41,10 @@ def comm_at(plan: MSAIcpIndexerPlan, recv: Array, tagged_recv: Array) -> MSAIcpC
     """Zeroed counters behind bases int32 [..., W, 2]; what leads them leads all arrays."""
     geometry, lead = plan.geometry, recv.shape[:-2]
     shapes = comm_shapes(geometry.world_size, geometry.max_decode_tokens, one_sided=True)
-    arrays = {name: jnp.zeros((*lead, *shape), jnp.int32) for name, shape in shapes.items()}
+    arrays: dict[str, Any] = {
+        name: jnp.zeros((*lead, *shape), jnp.int32) if shape[0] else NO_ROWS
+        for name, shape in shapes.items()
+    }
     bases = {"recv_bases": jnp.asarray(recv), "tagged_recv_bases": jnp.asarray(tagged_recv)}
     return MSAIcpComm(**arrays | bases)
 

@@ -96,7 +96,7 @@ def assert_books_balance(server: Server) -> None:
 
 
 def assert_everything_is_donated(server: Server) -> None:
-    given = [*server.cache, *server.state]
+    given = jax.tree.leaves((server.cache, server.state))
     local_bytes = sum(x.addressable_shards[0].data.nbytes for x in given)
     for program in server.compiled.values():
         assert program.memory_analysis().alias_size_in_bytes >= local_bytes
