@@ -499,7 +499,8 @@ class MSAIcpIndexerPlan:
             `score_scratch` is None.
 
         Returns:
-          (carrier, score_scratch), candidate rows head-major and the scratch as it is now.
+          (carrier, score_scratch), candidate rows head-major and the scratch as it is now: what
+          the selection had to read, not every score.
 
         Raises:
           TypeError, ValueError: an argument has the wrong dtype, shape or value.

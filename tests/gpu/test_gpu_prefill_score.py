@@ -20,7 +20,7 @@ from msa_icp_jax.geometry import column_offset, column_scale
 from msa_icp_jax.ops._mosaic.launch import current_target
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan_device as device_plan
-from msa_icp_jax.ops.prefill_score import kernel
+from msa_icp_jax.ops.prefill_score import config, kernel
 from msa_icp_jax.ops.select.kernel import select_rows
 
 _EPS = {"fast": 2**-10, "exact": 2**-17}
@@ -261,17 +261,27 @@ def test_rows_are_the_selection_of_the_kernels_own_scores(world_size, page_size,
     np.testing.assert_array_equal(actual[:, tokens:], before[:, tokens:])
 
 
-@pytest.mark.parametrize("precision", ["fast", "exact"])
+@pytest.mark.parametrize("form", ["fast", "exact", "quick"])
 @pytest.mark.parametrize(("world_size", "page_size"), _SHARDS)
-def test_rows_of_a_large_window(world_size, page_size, precision):
-    """Every CTA has a share: 4,160 tokens of three segments, and steps are taken two by two."""
+def test_rows_of_a_large_window(monkeypatch, world_size, page_size, form):
+    """Every CTA has a share: 4,160 tokens of three segments. Quick: steps are taken two by two."""
+    if form == "quick":
+        quick = replace(config.FAST, min_quick_steps=0)
+        monkeypatch.setitem(config.CONFIGS, "fast", quick)
+    precision = "exact" if form == "exact" else "fast"
     rng = np.random.default_rng(7)
     shard = oracle.Shard(0, world_size, page_size)
     qo, offset, kv = [3000, 60, 1100], [30000, 0, 12345], [33000, 60, 13445]
     tokens, scale = sum(qo), shard.index_scale
     columns = -(-max(kv) // page_size)
-    keys = inputs.index_array(inputs.normal_bytes(rng, (600, shard.rows, 128)))
-    queries = inputs.index_array(inputs.normal_bytes(rng, (tokens, 4, 128)))
+    keys = inputs.normal_bytes(rng, (600, shard.rows, 128))
+    queries = inputs.normal_bytes(rng, (tokens, 4, 128))
+    if form == "quick":  # whole pages of negative scores, others of positive ones, a NaN key
+        queries &= 0x7F
+        keys[::3] |= 0x80
+        keys[1::3] &= 0x7F
+        keys[50, 3, 7] = 0xFF
+    keys, queries = inputs.index_array(keys), inputs.index_array(queries)
     table = jnp.asarray(inputs.block_table(rng, kv, page_size, columns, 600))
     plan = _plan(qo, offset, kv, 0)
     counts = jnp.asarray(oracle.prefill_num_valid_pages(qo, offset, tokens))
