@@ -30,8 +30,9 @@ from msa_icp_jax.ops._mosaic import aot as launching  # noqa: E402
 from msa_icp_jax.ops._mosaic import launch  # noqa: E402
 from msa_icp_jax.ops.prefill_plan import balance  # noqa: E402
 from msa_icp_torch import direct, exchange, kernels, routes, window  # noqa: E402
-from msa_icp_torch.direct import DirectRoute, RememberedCalls  # noqa: E402
+from msa_icp_torch.direct import DirectRoute  # noqa: E402
 from msa_icp_torch.plan import MSAIcpIndexerPlan  # noqa: E402
+from msa_icp_torch.remembered import RememberedCalls  # noqa: E402
 
 SMS = 132
 LENGTHS = [300, 0, 4000, 1]

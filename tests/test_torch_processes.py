@@ -78,8 +78,8 @@ t = torch.arange(64, dtype=torch.int32)
 a = jax.dlpack.from_dlpack(t)
 import msa_icp_torch.bridge as bridge
 b = bridge.Bridge(torch.device("cpu"))
-assert b.fresh(t).unsafe_buffer_pointer() == t.data_ptr()
-assert int(jax.jit(lambda x: x.sum())(b.fresh(t))) == 2016
+assert b.fresh(t)[0].unsafe_buffer_pointer() == t.data_ptr()
+assert int(jax.jit(lambda x: x.sum())(b.fresh(t)[0])) == 2016
 assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
 print("fine")
 """

@@ -1,12 +1,14 @@
 """Tensors between torch and JAX by DLPack: checks, imports without a copy, results in place.
 
-Order on a GPU. An import made by `Bridge.fresh` waits for everything that torch's current stream
-was given before it, and a JAX program waits for all its arguments; so one fresh import orders a
-whole call. `Bridge.kept` reuses an import from an earlier call, which orders nothing: every program
-must take at least one fresh one. `Bridge.deliver` makes the current stream wait for the program, so
-later torch work (which may overwrite the inputs) comes after it. The host never waits.
+Order on a GPU. The imports that one `Bridge.fresh` makes wait for everything that torch's current
+stream was given before it, and a JAX program waits for all its arguments; so one call of `fresh`
+orders a whole program. `Bridge.kept` reuses an import from an earlier call, which orders nothing:
+every program must take at least one fresh one. `Bridge.deliver` makes the current stream wait for
+the program, so later torch work (which may overwrite the inputs) comes after it. The host never
+waits.
 
-On the CPU torch runs everything at once, and `Bridge.deliver` waits for the program.
+On the CPU torch runs everything at once, `Bridge.deliver` waits for the program, and an import may
+be kept even of what the program writes: it is copied back.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 
 from msa_icp_jax.ambient import own_mesh
 from msa_icp_jax.checks import AtLeast
+from msa_icp_torch.crossing import find_crossing
 
 T = TypeVar("T")
 
@@ -170,6 +173,7 @@ class Bridge:
       jax_device: the same device in JAX.
       donates: whether JAX programs write into donated imports. On the CPU they do not (XLA gives a
         donated import a new buffer there), so results are copied back.
+      alignment: what JAX asks of an address, in bytes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -182,22 +186,28 @@ class Bridge:
         self.device = with_index(device)
         self.jax_device = _find_jax_device(self.device)
         self.donates = self.device.type != "cpu"
+        self.alignment = _ALIGNMENT[self.device.type]
         self._kept: dict[int, _Kept] = {}
+        self._crossing = find_crossing(self.device, self.jax_device)
         _require_float8_export()
 
-    def fresh(self, tensor: torch.Tensor) -> jax.Array:
-        """Imports a contiguous tensor, behind the current stream's work.
+    def fresh(self, *tensors: torch.Tensor) -> list[jax.Array]:
+        """Imports contiguous tensors, behind the current stream's work, for one program.
 
         A tensor whose address JAX cannot take is copied first.
         """
+        there = [x if x.numel() == 0 or self.aligned(x) else x.clone() for x in tensors]
+        ordered, found = True, []
+        for tensor in there:
+            found.append(self._import(tensor, ordered=ordered))
+            ordered = ordered and tensor.numel() == 0
+        return found
+
+    def _import(self, tensor: torch.Tensor, *, ordered: bool) -> jax.Array:
         if tensor.numel() == 0:  # DLPack loses memory on these
             empty = np.zeros(tuple(tensor.shape), _JAX_DTYPES[tensor.dtype])
             return jax.device_put(empty, self.jax_device)
-        if not self.aligned(tensor):
-            tensor = tensor.clone()
-        # An export holds the tensor it was made from. The detached alias dies with the import; the
-        # caller's tensor would live, as a Python object, until then.
-        array = jax.dlpack.from_dlpack(tensor.detach(), copy=False)
+        array = self._crossing.take(tensor, ordered=ordered)
         if array.unsafe_buffer_pointer() != tensor.data_ptr():
             raise RuntimeError(
                 f"JAX copied a {tensor.dtype} tensor of shape {list(tensor.shape)} instead of "
@@ -205,11 +215,20 @@ class Bridge:
             )
         return array
 
+    def written(self, *tensors: torch.Tensor) -> list[jax.Array]:
+        """Imports tensors that the caller's next call brings too, written or not: see `fresh`.
+
+        A program that donates takes its buffers away: on a GPU they are imported every time.
+        """
+        if self.donates:
+            return self.fresh(*tensors)
+        return [self.kept(tensor) for tensor in tensors]
+
     def kept(self, tensor: torch.Tensor) -> jax.Array:
         """The import of a tensor that earlier calls brought too; it orders nothing."""
         if tensor.numel() == 0 or not self.aligned(tensor):
-            return self.fresh(tensor)
-        return self.remember(tensor, lambda: self.fresh(tensor))
+            return self.fresh(tensor)[0]
+        return self.remember(tensor, lambda: self.fresh(tensor)[0])
 
     def remember(self, tensor: torch.Tensor, make: Callable[[], T], *more: Any) -> T:
         """What `make` made of `tensor` (and of `more`), kept while the tensor object lives.
@@ -232,13 +251,13 @@ class Bridge:
         """Raises unless a JAX program can write into `tensor`."""
         if self.donates and not self.aligned(tensor):
             raise ValueError(
-                f"{name} must start at a multiple of {_ALIGNMENT[self.device.type]} bytes, got "
+                f"{name} must start at a multiple of {self.alignment} bytes, got "
                 f"address {tensor.data_ptr():#x}"
             )
 
     def aligned(self, tensor: torch.Tensor) -> bool:
         """Whether JAX takes the tensor's address."""
-        return tensor.data_ptr() % _ALIGNMENT[self.device.type] == 0
+        return tensor.data_ptr() % self.alignment == 0
 
     def deliver(self, results: Mapping[str, tuple[torch.Tensor, jax.Array]]) -> None:
         """Leaves a program's results in the caller's tensors, and the current stream behind it.
@@ -263,13 +282,13 @@ class Bridge:
             aside.append((tensor, array))
         with torch.inference_mode():  # the caller's tensors may be inference tensors
             for tensor, array in aside:
-                tensor.copy_(torch.from_dlpack(array))
+                tensor.copy_(self._crossing.give(array))
 
     def export(self, array: jax.Array) -> torch.Tensor:
         """A program's result as a tensor over the same memory, behind the program."""
         if not self.donates:
             jax.block_until_ready(array)
-        return torch.from_dlpack(array)
+        return self._crossing.give(array)
 
     def order_after(self, arrays: list[jax.Array]) -> None:
         """Makes the current stream wait for the program that gave `arrays`; on a CPU, the host."""
@@ -278,7 +297,7 @@ class Bridge:
             return
         some = next((array for array in arrays if array.size), None)
         if some is not None:
-            torch.from_dlpack(some)  # asks JAX to make the current stream wait
+            self._crossing.order_after(some)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from msa_icp_jax.geometry import NUM_SLOTS
 from msa_icp_torch import exchange, pages, programs
 from msa_icp_torch.bridge import Bridge, is_capturing
 from msa_icp_torch.calls import DecodeCall, PrefillCall, clear_scores
+from msa_icp_torch.remembered import RememberedCalls
 from msa_icp_torch.warmup import Warmup
 from msa_icp_torch.window import WindowPlan
 
@@ -45,6 +46,7 @@ class DlpackRoute:
             jax.device_put(np.int32(slot), bridge.jax_device) for slot in range(NUM_SLOTS)
         )
         self._warned_of_copy = False
+        self._calls = RememberedCalls(alignment=bridge.alignment)
 
     # ---- checks ----
 
@@ -77,19 +79,55 @@ class DlpackRoute:
     # ---- calls ----
 
     def repeat(self, owners: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
-        """Calls are not remembered: every one imports its tensors."""
-        return False
+        """Does a decode whose tensors, or others like them, an earlier one brought."""
+        if self._calls.find(owners, options) is None:
+            return False
+        self.begin("decode")
+        self._run(self._call_again(owners, options))
+        return True
 
     def decode(self, call: DecodeCall, owners: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+        """Does a decode, and remembers that its tensors are checked."""
+        if not call.fused:  # a pool would be kept alive
+            self._calls.remember(owners, options, [], by_address=True)
+        self._run(call)
+
+    def _call_again(self, owners: tuple[Any, ...], options: tuple[Any, ...]) -> DecodeCall:
+        """The call of checked owners without a pool."""
+        index_q, index_k, block_table, seq_lens, num_valid_pages, scores, output, _, comm = owners
+        slot, tagged, query_len, enable_pdl = options
+        tokens = index_q.shape[0]
+        return DecodeCall(
+            index_q,
+            index_k,
+            block_table,
+            seq_lens,
+            num_valid_pages,
+            self._view(scores, lambda x: x[:tokens], tokens),
+            self._view(output, lambda x: x[:tokens], tokens),
+            comm,
+            slot,
+            tagged,
+            query_len,
+            fused=False,
+            enable_pdl=enable_pdl,
+            one_sided=False,
+        )
+
+    def _view(
+        self, tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor], *more: Any
+    ) -> torch.Tensor:
+        """A view that is kept as long as the tensor lives, which it does not keep alive itself."""
+        return self._bridge.remember(tensor, lambda: make(tensor.detach()), *more)
+
+    def _run(self, call: DecodeCall) -> None:
         """Scores and selects in one program, exchanges, stores and merges in another."""
         with self._bridge.guard():
-            keep = self._bridge.kept
             keys, plan = self._import_index_k(call.index_k)
-            counts = keep(call.num_valid_pages)
+            counts = self._bridge.kept(call.num_valid_pages)
             message = self._decode_local(call, plan, keys, counts)
-            received = torch.zeros_like(
-                message
-            )  # no row of an earlier call where a peer sends less
+            # Zeros: no row of an earlier call where a peer sends less.
+            received = torch.zeros_like(message)
             exchange.all_to_all(received, message, self._group)
             self._decode_merge(call, received, counts)
 
@@ -99,22 +137,24 @@ class DlpackRoute:
         """The window plan, its leaves JAX arrays."""
         with self._bridge.guard():
             build = programs.prefill_window_plan(self._plan, *bounds.values())
-            window_plan = build(*map(self._bridge.fresh, lengths))
+            window_plan = build(*self._bridge.fresh(*lengths))
             self._bridge.order_after(jax.tree.leaves(window_plan))
         return window_plan
 
     def prefill_local(self, call: PrefillCall) -> None:
         """Scores and selects a window in one program."""
         with self._bridge.guard():
-            keep, fresh = self._bridge.kept, self._bridge.fresh
+            keep = self._bridge.kept
             keys, plan = self._import_index_k(call.index_k)
             local = programs.prefill_local(plan, call.fused, self._bridge.donates)
+            planes = () if call.plane is None else (call.plane,)
+            query, carrier, *plane = self._bridge.fresh(call.query, call.carrier, *planes)
             carrier, new_plane = local(
-                (fresh(call.query), keys, keep(call.block_table)),
+                (query, keys, keep(call.block_table)),
                 call.window_plan,
                 keep(call.num_valid_pages),
-                None if call.plane is None else fresh(call.plane),
-                fresh(call.carrier),
+                plane[0] if plane else None,
+                carrier,
             )
             results = {"carrier_view": (call.carrier, carrier)}
             if call.plane is not None:
@@ -127,11 +167,8 @@ class DlpackRoute:
         """Merges in one program."""
         with self._bridge.guard():
             merge = programs.prefill_merge(self._plan, self._bridge.donates)
-            merged = merge(
-                self._bridge.fresh(received),
-                self._bridge.kept(num_valid_pages),
-                self._bridge.fresh(output),
-            )
+            rows_, ids = self._bridge.fresh(received, output)
+            merged = merge(rows_, self._bridge.kept(num_valid_pages), ids)
             self._bridge.deliver({"output": (output, merged)})
 
     def warmup(
@@ -173,48 +210,52 @@ class DlpackRoute:
         counts: jax.Array,
     ) -> torch.Tensor:
         """Scores and selects; returns the rows to send, [W, hpr, T, 33] or [W, hpr, T, 32, 2]."""
-        fresh, keep = self._bridge.fresh, self._bridge.kept
+        keep = self._bridge.kept
         if call.fused:
             clear_scores(call.scores)
         parts = self._parts(call, programs.storage_parts(call.tagged)[0])
         program = programs.decode_local(
             plan, call.query_len, call.tagged, call.enable_pdl, self._bridge.donates
         )
+        query, scores, *storage = self._bridge.written(call.index_q, call.scores, *parts.values())
         message, new_scores, new_parts = program(
-            (fresh(call.index_q), keys, keep(call.block_table), keep(call.seq_lens)),
+            (query, keys, keep(call.block_table), keep(call.seq_lens)),
             counts,
             self._slots[call.slot],
-            fresh(call.scores),
-            {name: fresh(part) for name, part in parts.items()},
+            scores,
+            dict(zip(parts, storage, strict=True)),
         )
         self._bridge.deliver({"scores": (call.scores, new_scores)} | _results(parts, new_parts))
         return self._bridge.export(message)
 
     def _decode_merge(self, call: DecodeCall, received: torch.Tensor, counts: jax.Array) -> None:
         """Stores what came into the slot and merges it."""
-        fresh = self._bridge.fresh
         parts = self._parts(call, programs.storage_parts(call.tagged)[1])
         merge = programs.decode_merge(
             self._plan, call.tagged, call.enable_pdl, self._bridge.donates
         )
+        sent, output, *storage = self._bridge.written(received, call.output, *parts.values())
         new_output, new_parts = merge(
-            fresh(received),
+            sent,
             counts,
             self._slots[call.slot],
-            fresh(call.output),
-            {name: fresh(part) for name, part in parts.items()},
+            output,
+            dict(zip(parts, storage, strict=True)),
         )
         self._bridge.deliver({"output": (call.output, new_output)} | _results(parts, new_parts))
 
     def _parts(self, call: DecodeCall, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Parts of the receive storage as JAX has them."""
-        parts = {name: getattr(call.comm, name) for name in names}
-        if "errors" in parts:
-            parts["errors"] = parts["errors"][:1]
-        if "tagged_recv" in parts:  # each int64 as (word, generation): JAX has no 64-bit integers
-            pairs = parts["tagged_recv"].view(torch.int32)
-            parts["tagged_recv"] = pairs.unflatten(-1, (rows.TAGGED_WORDS, 2))
-        return parts
+        return {name: self._part(name, getattr(call.comm, name)) for name in names}
+
+    def _part(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """A part as JAX has it."""
+        if name == "errors":
+            return self._view(part, lambda x: x[:1])
+        if name == "tagged_recv":  # each int64 as (word, generation): JAX has no 64-bit integers
+            pairs = (rows.TAGGED_WORDS, 2)
+            return self._view(part, lambda x: x.view(torch.int32).unflatten(-1, pairs))
+        return part
 
     def _import_index_k(
         self, index_k: torch.Tensor
@@ -222,7 +263,7 @@ class DlpackRoute:
         """The cache in JAX, and the plan that knows where the keys lie in its pages."""
         base, row_offset = pages.base_of(index_k)
         if self._bridge.aligned(base):
-            keys = self._bridge.remember(index_k, lambda: self._bridge.fresh(base), row_offset)
+            keys = self._bridge.remember(index_k, lambda: self._bridge.fresh(base)[0], row_offset)
             return keys, at_row_offset(self._plan, row_offset)
         if not self._warned_of_copy:
             self._warned_of_copy = True
@@ -232,7 +273,7 @@ class DlpackRoute:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        return self._bridge.fresh(index_k.contiguous()), self._plan
+        return self._bridge.fresh(index_k.contiguous())[0], self._plan
 
 
 def _results(
