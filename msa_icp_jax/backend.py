@@ -22,8 +22,8 @@ Backend = Literal["mosaic", "xla"]
 def resolve_backend(backend: str, device: jax.Device | None = None) -> Backend:
     """Returns "mosaic" or "xla" for "auto", "mosaic" or "xla".
 
-    "auto" takes Mosaic on a GPU of compute capability 9.0 and XLA elsewhere; on another GPU it
-    warns once. Without `device` it looks at JAX's default one. "mosaic" is taken at its word
+    "auto" takes Mosaic on a GPU of compute capability 9.0 and XLA elsewhere; on another GPU or a
+    TPU it warns once. Without `device` it looks at JAX's default one. "mosaic" is taken at its word
     wherever a program is built (it can be exported for a GPU from a machine without one).
 
     Raises:
@@ -33,9 +33,9 @@ def resolve_backend(backend: str, device: jax.Device | None = None) -> Backend:
     if backend != "auto":
         return backend  # type: ignore[return-value]
     device = device if device is not None else default_device()
-    if device.platform != "gpu":
+    if device.platform == "cpu":
         return "xla"
-    if getattr(device, "compute_capability", None) == "9.0":
+    if device.platform == "gpu" and getattr(device, "compute_capability", None) == "9.0":
         return "mosaic"
     _warn_portable(f"{device.device_kind} (they need compute capability 9.0)")
     return "xla"

@@ -17,6 +17,7 @@ chains already wrapped, jitted and donating.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,6 +76,8 @@ from msa_icp_jax.ops.select import (
 # longer on an H200: 1.17 times for 1 request of 1M keys (W 4), 1.29 for 8 and 1.17 for 32 of 128K
 # keys (W 4), 1.36 for 32 of 32K keys and 1.18 for 64 of 64K keys (W 2).
 _FUSED_DECODE_MIN_BATCH: dict[str, int | None] = {"xla": None, "mosaic": None}
+
+_LOGGER = logging.getLogger("msa_icp_jax")
 
 
 def prepare_msa_icp_indexer(
@@ -158,7 +161,7 @@ def prepare_msa_icp_indexer(
         raise TypeError(f"axis_name must be a str, got {axis_name!r}")
     prefill_backend = resolve_prefill_backend(backend, device, geometry.index_dtype)
     backend = resolve_backend(backend, device)
-    return MSAIcpIndexerPlan(
+    plan = MSAIcpIndexerPlan(
         geometry=geometry,
         rank=rank,
         backend=backend,
@@ -168,6 +171,17 @@ def prepare_msa_icp_indexer(
         transport=resolve_transport(transport, backend),
         comm_optional=transport != ONE_SIDED,
     )
+    _LOGGER.info(
+        "prepared world_size %d, page_size %d: backend %s, prefill backend %s, precision %s, "
+        "transport %s",
+        geometry.world_size,
+        geometry.page_size,
+        plan.backend,
+        plan.prefill_backend,
+        plan.precision,
+        plan.transport,
+    )
+    return plan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -226,7 +226,7 @@ def test_there_is_no_other_top_k() -> None:
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what auto means without a GPU")
 def test_auto_is_xla_without_a_gpu() -> None:
-    """Silently so: only a GPU that has no kernels earns a warning (which would be an error)."""
+    """Silently so: only a GPU or TPU without kernels earns a warning (which would be an error)."""
     assert prepare().backend == "xla"
     assert prepare(device=jax.devices("cpu")[1]).backend == "xla"
     assert prepare(backend="mosaic").backend == "mosaic"
@@ -236,6 +236,11 @@ class _OtherGpu:
     platform = "gpu"
     compute_capability = "8.0"
     device_kind = "another GPU"
+
+
+class _Tpu:
+    platform = "tpu"
+    device_kind = "a TPU"
 
 
 class _Hopper(_OtherGpu):
@@ -249,6 +254,23 @@ def test_auto_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="no Mosaic kernels for another GPU"):
         assert prepare().backend == "xla"
     assert prepare().backend == "xla"  # warned once
+
+
+def test_auto_on_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [_Tpu()])
+    with pytest.warns(UserWarning, match="no Mosaic kernels for a TPU"):
+        assert prepare().backend == "xla"
+
+
+def test_what_was_chosen_is_seen(caplog: pytest.LogCaptureFixture) -> None:
+    """In the plan's repr, and in one line when it is prepared."""
+    with caplog.at_level("INFO", logger="msa_icp_jax"):
+        plan = prepare(backend="xla", precision="exact")
+    for shown in ("backend='xla'", "prefill_backend='xla'", "precision='exact'", "transport="):
+        assert shown in repr(plan)
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert "backend xla, prefill backend xla, precision exact, transport" in record.getMessage()
 
 
 def test_precision_means_nothing_to_xla() -> None:

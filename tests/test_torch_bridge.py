@@ -476,3 +476,12 @@ def test_a_base_buffer_is_kept_with_its_view(bridge):
     del view, array
     gc.collect()
     assert not bridge._kept
+
+
+def test_the_route_is_seen(caplog):
+    with caplog.at_level("INFO", logger="msa_icp_torch"):
+        plan = torch_inputs.prepare(2, 128, 1)
+    for shown in ("route='dlpack'", "device=cpu", "backend='xla'", "rank=1"):
+        assert shown in repr(plan)
+    (record,) = caplog.records
+    assert record.getMessage() == "prepared rank 1 on cpu: route dlpack"

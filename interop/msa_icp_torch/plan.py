@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -21,6 +22,8 @@ from msa_icp_torch.dlpack import DlpackRoute
 from msa_icp_torch.routes import choose_route, direct_route
 
 SPIN_LIMIT = 1 << 26  # looks at a row before a one-sided wait gives up
+
+_LOGGER = logging.getLogger("msa_icp_torch")
 
 
 def prepare_msa_icp_indexer(
@@ -98,6 +101,7 @@ def prepare_msa_icp_indexer(
         chosen = direct_route(plan, device, group, spin_limit)
     else:
         chosen = DlpackRoute(plan, bridge, group)
+    _LOGGER.info("prepared rank %d on %s: route %s", plan.rank, device, chosen.name)
     return MSAIcpIndexerPlan(plan, chosen, device, group)
 
 
@@ -136,6 +140,12 @@ class MSAIcpIndexerPlan:
         self.device = device
         self.group = group
         self._transports = _Transports()
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(route={self.route!r}, device={self.device}, "
+            f"group={self.group}, of {self._jax_plan!r})"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
