@@ -21,6 +21,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from inputs import TIME_LIMIT
 
 from benchmarks import __main__ as command_line
 from benchmarks import check, peers, record, report, results, timing
@@ -451,7 +452,7 @@ def test_what_is_absent_is_said_until_it_is_measured(tmp_path):
 
 def run_cli(*arguments):
     command = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIME_LIMIT)
 
 
 def test_compare_tells_moves_from_noise(tmp_path, capsys):
@@ -704,7 +705,7 @@ def test_figures_go_where_git_ignores_them_unless_told():
         pytest.skip("this is no git checkout")
 
     def ignored(path):
-        asked = subprocess.run(["git", "check-ignore", "-q", path], cwd=ROOT, timeout=60)
+        asked = subprocess.run(["git", "check-ignore", "-q", path], cwd=ROOT, timeout=TIME_LIMIT)
         return asked.returncode == 0
 
     machine = bench.Machine()
@@ -733,7 +734,7 @@ def test_bench_installs_torch_for_a_gpu(cuda, torch):
     if shutil.which("make") is None:
         pytest.skip("there is no make")
     done = subprocess.run(
-        ["make", "-n", "bench", cuda], cwd=ROOT, capture_output=True, text=True, timeout=60
+        ["make", "-n", "bench", cuda], cwd=ROOT, capture_output=True, text=True, timeout=TIME_LIMIT
     )
     extras = re.search(r"setup_env.sh \S+ (\S+)", done.stdout).group(1).split(",")
     assert ("torch" in extras) == torch and "bench" in extras and ("cuda13" in extras) == torch
@@ -1059,13 +1060,13 @@ def test_record_leaves_out_what_there_is_no_time_for(recorded):
 
 def test_what_a_part_started_ends_with_it(tmp_path):
     start = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {!r}])"
-    child = "import time; time.sleep(60)"
+    child = "import time; time.sleep(3600)"
     report = f"; open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid))"
-    for end, status in (("; sys.exit(3)", 3), ("; p.wait()", None)):
+    for end, status, limit in (("; sys.exit(3)", 3, TIME_LIMIT), ("; p.wait()", None, 20)):
         code = start.format(child) + report + end
-        assert record.execute([sys.executable, "-c", code], 5) == status
+        assert record.execute([sys.executable, "-c", code], limit) == status
         pid = int((tmp_path / "pid").read_text())
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + TIME_LIMIT
         while _runs(pid):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -1110,7 +1111,7 @@ def test_the_example_of_a_larger_mesh_runs():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=TIME_LIMIT,
     )
     assert done.returncode == 0, done.stderr
     printed = re.findall(r"^print\(.*\)  # (.*?)(?:: .*)?$", code, re.MULTILINE)
