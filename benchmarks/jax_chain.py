@@ -431,9 +431,9 @@ def _measure_all(wanted: list[Any], mesh: Mesh, parsed: Any) -> int:
                 print(f"FAILED {case.name} {transport}: {type(error).__name__}: {error}"[:500])
                 failed = 1
                 continue
-            floor = case.floor("jax-chain").us(ceilings)
             key = (case.name, "jax-chain", "mosaic", case.precision)
-            row = setting.row(key, times, floor, transport=transport, **times.more)
+            # JAX's own read ceiling is too low for a floor.
+            row = setting.row(key, times, None, transport=transport, **times.more)
             print(line(row, {}), flush=True)
             results.save(parsed.out, [row])
     return failed

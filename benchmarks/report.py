@@ -131,10 +131,11 @@ def origin(rows: Rows) -> str:
         found = sorted(row[name] for row in rows.values() if row.get(name))
         return " to ".join(dict.fromkeys(format(x, shape) for x in (*found[:1], *found[-1:])))
 
+    torch = f", torch {every('torch')}" if every("torch") else ""
     days = sorted({row["date"][:10] for row in rows.values() if row.get("date")})
     commits = dict.fromkeys(row["commit"][:7] for row in rows.values() if row.get("commit"))
     return (
-        f"{every('device')}, driver {every('driver')}, jax {every('jax')}, torch {every('torch')}; "
+        f"{every('device')}, driver {every('driver')}, jax {every('jax')}{torch}; "
         f"{' to '.join(dict.fromkeys(days[:1] + days[-1:]))}, commit {', '.join(commits)}; "
         f"reads {span('read_tbps', '.2f')} TB/s, fp8 products {span('fp8_tflops', ',.0f')} TFLOP/s "
         "in the same run."
