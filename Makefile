@@ -7,7 +7,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-env lint types test-versions test-torch soak bench clean
+.PHONY: help demo test test-env lint types test-versions test-torch wheel soak bench clean
 export PYTHON
 unexport PYTHONHOME PYTHONPATH
 
@@ -48,6 +48,9 @@ test-torch: ## install torch too (gigabytes) and run its tests; `make test` then
 	@sh tools/setup_env.sh $(VENV) demo,test,torch$(CUDA_EXTRA)
 	@echo "test-torch: pytest on torch" >&2
 	@$(VENV)/bin/python -m pytest $(WORKERS) tests/test_torch_*.py $(ARGS)
+
+wheel: test-env ## build the wheel into dist
+	@$(VENV)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 soak: ## run 5,000 decode steps, each one checked (ARGS="--steps 100000" on a GPU)
 	@sh tools/setup_env.sh $(VENV) demo$(CUDA_EXTRA)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -331,6 +333,25 @@ def test_the_metadata_states_what_is_supported():
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     extras = {"cuda12", "cuda13", "torch", "demo", "bench", "test"}
     assert set(project["optional-dependencies"]) == extras
+
+
+def test_both_packages_state_the_version():
+    for package in ("msa_icp_jax", "interop/msa_icp_torch"):
+        text = (ROOT / package / "__init__.py").read_text()
+        assert f'__version__ = "{PROJECT["project"]["version"]}"\n' in text
+        assert (ROOT / package / "py.typed").is_file()
+
+
+def test_the_workflow_runs_targets_on_the_pythons_that_are_claimed():
+    text = (ROOT / ".github/workflows/test.yml").read_text()
+    claimed = [c.split(" :: ")[-1] for c in PROJECT["project"]["classifiers"] if ":: 3." in c]
+    assert f"python: {json.dumps(claimed)}\n" in text
+    commands = re.findall(r"- run: (.*)", text)
+    assert commands == ["make ${{ matrix.target }} PYTHON=python"]
+    targets = ["test", "test-versions", "test-torch", "wheel"]
+    assert all(re.search(rf"target: .*\b{target}\b", text) for target in targets)
+    for target in targets:
+        make_dry_run(target)
 
 
 def make_dry_run(target):

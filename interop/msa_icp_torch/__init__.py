@@ -13,6 +13,8 @@ from msa_icp_torch.comm import MSAIcpComm  # noqa: E402
 from msa_icp_torch.plan import MSAIcpIndexerPlan, prepare_msa_icp_indexer  # noqa: E402
 from msa_icp_torch.quantize import msa_icp_quantize_index  # noqa: E402
 
+__version__ = "0.1.0"
+
 __all__ = [
     "MSAIcpComm",
     "MSAIcpIndexerPlan",
