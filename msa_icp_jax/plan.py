@@ -604,6 +604,7 @@ class MSAIcpIndexerPlan:
             AtLeast(tokens),
             rows.ROW_WORDS,
         )
+        checks.array("output", output, jnp.int32, AtLeast(tokens), geometry.heads_per_rank, TOPK)
         return merge_once(
             received,
             num_valid_pages,
