@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import resource
 import warnings
@@ -470,7 +469,7 @@ def test_a_base_buffer_is_kept_with_its_view(bridge):
     view = torch_inputs.strided_keys(np.zeros((4, 32, 128), np.uint8), 48, 8)
     base, row_offset = pages.base_of(view)
     assert (row_offset, tuple(base.shape)) == (8, (4, 48, 128))
-    (array,) = bridge.remember(view, functools.partial(bridge.fresh, base))
+    array = bridge.remember(view, lambda base=base: bridge.fresh(base)[0])
     del base
     assert bridge.remember(view, lambda: pytest.fail("imported again")) is array
     del view, array
