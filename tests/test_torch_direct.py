@@ -856,7 +856,7 @@ def test_warmup_is_all_that_a_capture_needs(launched, monkeypatch, one_sided, fu
     plan.prefill_merge(received, ragged.num_valid_pages, ragged.output)
     assert len(launched.compiled) == compiled
     assert len(plan._route._buffers) == buffers
-    assert len(launched.kernels) == 6 * 3 + (2 if fused else 3)
+    assert len(launched.kernels) == 6 * 3 + 3
 
 
 def test_unaligned_tensors_are_refused_by_name(launched):
