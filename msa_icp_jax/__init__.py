@@ -33,11 +33,22 @@ from msa_icp_jax.ops.select import (
     msa_icp_topk_select_publish,
 )
 from msa_icp_jax.plan import MSAIcpIndexerPlan, prepare_msa_icp_indexer
+from msa_icp_jax.programs import (
+    DecodeProgram,
+    DecodeProgramWithComm,
+    PrefillProgram,
+    WriteProgram,
+)
 from msa_icp_jax.quantize import msa_icp_quantize_index
+from msa_icp_jax.typing import Backend, IndexDtype, Precision, Transport
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Backend",
+    "DecodeProgram",
+    "DecodeProgramWithComm",
+    "IndexDtype",
     "IndexerGeometry",
     "MSAIcpComm",
     "MSAIcpCommLayout",
@@ -45,6 +56,10 @@ __all__ = [
     "MSAIcpMerge",
     "MSAIcpRows",
     "MSAIcpScorePlan",
+    "Precision",
+    "PrefillProgram",
+    "Transport",
+    "WriteProgram",
     "msa_icp_comm_layout",
     "msa_icp_decode_index_score_sharded",
     "msa_icp_decode_pool_bytes",

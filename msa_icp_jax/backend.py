@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any, Literal
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
 from msa_icp_jax import checks
 from msa_icp_jax.ambient import check_unsplit
+from msa_icp_jax.typing import Backend, IndexDtype, Precision, ResolvedBackend
 
-BACKENDS = ("auto", "mosaic", "xla")
-PRECISIONS = ("auto", "exact", "fast")
+BACKENDS = get_args(Backend)
+PRECISIONS = get_args(Precision)
 PREFILL_KERNEL_DTYPES = ("float8_e4m3fn",)  # of index keys, that the Mosaic prefill scorer takes
 
-Backend = Literal["mosaic", "xla"]
 
-
-def resolve_backend(backend: str, device: jax.Device | None = None) -> Backend:
+def resolve_backend(backend: Backend, device: jax.Device | None = None) -> ResolvedBackend:
     """Returns "mosaic" or "xla" for "auto", "mosaic" or "xla".
 
     "auto" takes Mosaic on a GPU of compute capability 9.0 and XLA elsewhere; on another GPU or a
@@ -31,7 +30,7 @@ def resolve_backend(backend: str, device: jax.Device | None = None) -> Backend:
     """
     checks.one_of("backend", backend, BACKENDS)
     if backend != "auto":
-        return backend  # type: ignore[return-value]
+        return backend
     device = device if device is not None else default_device()
     if device.platform == "cpu":
         return "xla"
@@ -50,8 +49,10 @@ def default_device() -> jax.Device:
 
 
 def resolve_prefill_backend(
-    backend: str, device: jax.Device | None = None, index_dtype: str = "float8_e4m3fn"
-) -> Backend:
+    backend: Backend,
+    device: jax.Device | None = None,
+    index_dtype: IndexDtype = "float8_e4m3fn",
+) -> ResolvedBackend:
     """`resolve_backend` for the prefill scorer, which has no kernels for bfloat16 yet.
 
     "auto" takes XLA there; on a GPU that has the other kernels it warns once.
@@ -71,12 +72,12 @@ def resolve_prefill_backend(
     return "xla"
 
 
-def check_precision(precision: str) -> str:
+def check_precision(precision: Precision) -> Precision:
     """Raises unless `precision` is "auto", "exact" or "fast"."""
     return checks.one_of("precision", precision, PRECISIONS)
 
 
-def takes_mosaic(backend: str, *arrays: Any) -> bool:
+def takes_mosaic(backend: Backend, *arrays: Any) -> bool:
     """Whether `backend` resolves to Mosaic.
 
     Raises:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final, get_args
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,10 @@ from jax.sharding import PartitionSpec as P
 from msa_icp_jax import checks, geometry, peer_storage, rows
 from msa_icp_jax.backend import start_at, vary_as
 from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, round_up
+from msa_icp_jax.typing import ResolvedBackend, ResolvedTransport, Transport
 
-COLLECTIVE, ONE_SIDED = "collective", "one-sided"
+COLLECTIVE: Final = "collective"
+ONE_SIDED: Final = "one-sided"
 
 _WORD_BYTES = 4
 _TAGGED_ALIGNMENT = 16  # bytes
@@ -47,13 +49,13 @@ _TAGGED_ALIGNMENT = 16  # bytes
 _SLOT_MARK, _SHAPE_MARK = 0x55555555, 0x34BD2893
 
 
-def resolve_transport(transport: str, backend: str) -> str:
+def resolve_transport(transport: Transport, backend: ResolvedBackend) -> ResolvedTransport:
     """A plan's transport from what is asked for and its resolved backend.
 
     Raises:
       TypeError, ValueError: it is none of the three, or needs another backend.
     """
-    checks.one_of("transport", transport, (COLLECTIVE, ONE_SIDED, "auto"))
+    checks.one_of("transport", transport, get_args(Transport))
     if transport == ONE_SIDED and backend != "mosaic":
         raise ValueError(
             f'transport "{ONE_SIDED}" is of kernels that store by address: it needs the backend '

@@ -10,9 +10,10 @@ lie in one block, ``2 c + (2 r) // W`` (the *compact* layout).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 from msa_icp_jax import checks
+from msa_icp_jax.typing import IndexDtype
 
 NUM_HEADS = 4
 HEAD_DIM = 128
@@ -22,7 +23,7 @@ MAX_BLOCKS = 8192  # ids at or past it are never candidates: 1 Mi tokens of cont
 NUM_SLOTS = 3
 WORLD_SIZES = (2, 4)
 PAGE_SIZES = (128, 256)
-INDEX_DTYPES = ("float8_e4m3fn", "bfloat16")  # of index keys and queries, both alike
+INDEX_DTYPES = get_args(IndexDtype)  # of index keys and queries, both alike
 MAX_QUERY_ROWS = 32  # query tokens x heads of one decode request
 MAX_SELECT_COLUMNS = 12288  # exclusive bound of a prefill score plane's columns
 COLUMN_MULTIPLE = 4  # decode writes and sizes score columns in groups of four
@@ -55,7 +56,7 @@ def check_page_size(page_size: int) -> int:
     return checks.one_of("page_size", page_size, PAGE_SIZES)
 
 
-def check_index_dtype(index_dtype: str) -> str:
+def check_index_dtype(index_dtype: IndexDtype) -> IndexDtype:
     """Raises unless `index_dtype` is "float8_e4m3fn" or "bfloat16"."""
     return checks.one_of("index_dtype", index_dtype, INDEX_DTYPES)
 
@@ -150,7 +151,7 @@ class IndexerGeometry:
     max_model_len: int
     num_sparse_layers: int
     row_offset: int = 0
-    index_dtype: str = "float8_e4m3fn"
+    index_dtype: IndexDtype = "float8_e4m3fn"
 
     def __post_init__(self) -> None:
         """Checks every attribute once, here, and keeps each as a Python int."""

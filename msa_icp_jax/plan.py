@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,20 @@ from msa_icp_jax.ops.select import (
     check_slot,
     msa_icp_topk_select_publish,
 )
+from msa_icp_jax.programs import (
+    DecodeProgram,
+    DecodeProgramWithComm,
+    PrefillProgram,
+    WriteProgram,
+)
+from msa_icp_jax.typing import (
+    Backend,
+    IndexDtype,
+    Precision,
+    ResolvedBackend,
+    ResolvedTransport,
+    Transport,
+)
 
 # Requests from which a fused decode beats score + select, by measurement; None: never. The fused
 # decode is score + select over a plane of its own, since a kernel that kept lists instead took
@@ -95,12 +109,12 @@ def prepare_msa_icp_indexer(
     max_model_len: int,
     num_sparse_layers: int,
     device: jax.Device | None = None,
-    backend: str = "auto",
-    precision: str = "auto",
+    backend: Backend = "auto",
+    precision: Precision = "auto",
     axis_name: str = "icp",
     row_offset: int = 0,
-    transport: str = COLLECTIVE,
-    index_dtype: str = "float8_e4m3fn",
+    transport: Transport = COLLECTIVE,
+    index_dtype: IndexDtype = "float8_e4m3fn",
 ) -> MSAIcpIndexerPlan:
     """Plans the MiniMax-M3 index branch for one indexer context parallel group.
 
@@ -201,11 +215,11 @@ class MSAIcpIndexerPlan:
 
     geometry: IndexerGeometry
     rank: int | None
-    backend: str
-    prefill_backend: str
-    precision: str
+    backend: ResolvedBackend
+    prefill_backend: ResolvedBackend
+    precision: Precision
     axis_name: str
-    transport: str
+    transport: ResolvedTransport
     comm_optional: bool
 
     @property
@@ -751,6 +765,42 @@ class MSAIcpIndexerPlan:
         )
         return (pool,)
 
+    @overload
+    def decode_program(
+        self,
+        mesh: Mesh | None = None,
+        *,
+        decode_query_len: int,
+        tagged: bool = False,
+        with_comm: Literal[False] = False,
+        fused: bool | None = None,
+        enable_pdl: bool = True,
+    ) -> DecodeProgram: ...
+
+    @overload
+    def decode_program(
+        self,
+        mesh: Mesh | None = None,
+        *,
+        decode_query_len: int,
+        tagged: bool = False,
+        with_comm: Literal[True],
+        fused: bool | None = None,
+        enable_pdl: bool = True,
+    ) -> DecodeProgramWithComm: ...
+
+    @overload
+    def decode_program(
+        self,
+        mesh: Mesh | None = None,
+        *,
+        decode_query_len: int,
+        tagged: bool = False,
+        with_comm: bool,
+        fused: bool | None = None,
+        enable_pdl: bool = True,
+    ) -> DecodeProgram | DecodeProgramWithComm: ...
+
     def decode_program(
         self,
         mesh: Mesh | None = None,
@@ -760,7 +810,7 @@ class MSAIcpIndexerPlan:
         with_comm: bool = False,
         fused: bool | None = None,
         enable_pdl: bool = True,
-    ) -> Any:
+    ) -> DecodeProgram | DecodeProgramWithComm:
         """`decode` of all ranks, jitted once for the plan, donating scores, output and comm.
 
         Args:
@@ -793,7 +843,9 @@ class MSAIcpIndexerPlan:
             checks.flag("enable_pdl", enable_pdl),
         )
 
-    def prefill_program(self, mesh: Mesh | None = None, *, fused: bool | None = None) -> Any:
+    def prefill_program(
+        self, mesh: Mesh | None = None, *, fused: bool | None = None
+    ) -> PrefillProgram:
         """`prefill` of all ranks, jitted once for the plan, donating scratch, carrier and output.
 
         Args:
@@ -811,7 +863,7 @@ class MSAIcpIndexerPlan:
         fused = None if fused is None else checks.flag("fused", fused)
         return programs.prefill_program(self, mesh, fused)
 
-    def write_program(self, mesh: Mesh | None = None) -> Any:
+    def write_program(self, mesh: Mesh | None = None) -> WriteProgram:
         """`msa_icp_write_index_k` of all ranks, jitted once for the plan, donating index_k.
 
         Args:

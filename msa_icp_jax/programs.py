@@ -28,7 +28,12 @@ from msa_icp_jax.geometry import (
 )
 from msa_icp_jax.one_sided import COMPILER_OPTIONS
 from msa_icp_jax.ops.index_cache import msa_icp_write_index_k
+from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan
 from msa_icp_jax.shapes import Shapes, decode_shapes
+from msa_icp_jax.typing import ResolvedBackend, ResolvedTransport
+
+# What a program takes: arrays of JAX, or of the host in exactly the right dtype.
+Array = jax.Array | np.ndarray
 
 
 class Plan(Protocol):
@@ -42,11 +47,11 @@ class Plan(Protocol):
         """Limits and sizes."""
 
     @property
-    def backend(self) -> str:
+    def backend(self) -> ResolvedBackend:
         """Of all stages, as resolved."""
 
     @property
-    def transport(self) -> str:
+    def transport(self) -> ResolvedTransport:
         """Of decode, as resolved."""
 
     @property
@@ -85,6 +90,106 @@ class _Specs:
     def of(self, name: str) -> Any:
         """The spec, or specs, of the argument called `name`."""
         return getattr(self, name, self.ALL)
+
+
+class Jitted(Protocol):
+    """What every program has of a jitted function's methods; arguments may be abstract there."""
+
+    def trace(self, *arguments: Any) -> Any:
+        """`jax.jit`'s own."""
+
+    def lower(self, *arguments: Any) -> Any:
+        """`jax.jit`'s own."""
+
+    def eval_shape(self, *arguments: Any) -> Any:
+        """`jax.jit`'s own."""
+
+
+class DecodeProgram(Jitted, Protocol):
+    """What `MSAIcpIndexerPlan.decode_program` makes without storage."""
+
+    def __call__(
+        self,
+        index_q: Array,
+        index_k: Array,
+        block_table: Array,
+        seq_lens: Array,
+        num_valid_pages: Array,
+        scores: Array,
+        output: Array,
+        /,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (output, scores), whose buffers it takes over.
+
+        Shapes are those of `MSAIcpIndexerPlan.decode`, of all ranks.
+
+        Raises:
+          TypeError, ValueError: an argument has the wrong dtype, shape or value.
+        """
+
+
+class DecodeProgramWithComm(Jitted, Protocol):
+    """What `MSAIcpIndexerPlan.decode_program(..., with_comm=True)` makes."""
+
+    def __call__(
+        self,
+        index_q: Array,
+        index_k: Array,
+        block_table: Array,
+        seq_lens: Array,
+        num_valid_pages: Array,
+        scores: Array,
+        output: Array,
+        comm: MSAIcpComm,
+        slot: int | Array,
+        /,
+    ) -> tuple[jax.Array, jax.Array, MSAIcpComm]:
+        """Returns (output, scores, comm), whose buffers it takes over.
+
+        Shapes are those of `MSAIcpIndexerPlan.decode`, of all ranks; a `slot` of the host's may
+        have any size.
+
+        Raises:
+          TypeError, ValueError: an argument has the wrong dtype, shape or value.
+        """
+
+
+class PrefillProgram(Jitted, Protocol):
+    """What `MSAIcpIndexerPlan.prefill_program` makes."""
+
+    def __call__[Scratch: (jax.Array, None)](
+        self,
+        query: Array,
+        index_k: Array,
+        block_table: Array,
+        window_plan: MSAIcpScorePlan,
+        score_scratch: Scratch,
+        num_valid_pages: Array,
+        carrier_view: Array,
+        output: Array,
+        /,
+    ) -> tuple[jax.Array, jax.Array, Scratch]:
+        """Returns (output, carrier, score_scratch), whose buffers it takes over.
+
+        Shapes are those of `MSAIcpIndexerPlan.prefill`, of all ranks; without a `score_scratch` the
+        window is scored in memory of its own.
+
+        Raises:
+          TypeError, ValueError: an argument has the wrong dtype, shape or value.
+        """
+
+
+class WriteProgram(Jitted, Protocol):
+    """What `MSAIcpIndexerPlan.write_program` makes."""
+
+    def __call__(self, index_k: Array, new_k: Array, slot_mapping: Array, /) -> jax.Array:
+        """Returns index_k, whose buffer it takes over.
+
+        Shapes are those of `msa_icp_write_index_k`, of all ranks.
+
+        Raises:
+          TypeError, ValueError: an argument has the wrong dtype, shape or value.
+        """
 
 
 class Program:

@@ -9,6 +9,7 @@ from msa_icp_torch import memory
 memory.leave_room_for_torch()
 
 from msa_icp_jax import MSAIcpScorePlan, msa_icp_comm_layout  # noqa: E402
+from msa_icp_jax.typing import Backend, IndexDtype, Precision, Route  # noqa: E402
 from msa_icp_torch.comm import MSAIcpComm  # noqa: E402
 from msa_icp_torch.plan import MSAIcpIndexerPlan, prepare_msa_icp_indexer  # noqa: E402
 from msa_icp_torch.quantize import msa_icp_quantize_index  # noqa: E402
@@ -16,9 +17,13 @@ from msa_icp_torch.quantize import msa_icp_quantize_index  # noqa: E402
 __version__ = "0.1.0"
 
 __all__ = [
+    "Backend",
+    "IndexDtype",
     "MSAIcpComm",
     "MSAIcpIndexerPlan",
     "MSAIcpScorePlan",
+    "Precision",
+    "Route",
     "msa_icp_comm_layout",
     "msa_icp_quantize_index",
     "prepare_msa_icp_indexer",

@@ -147,7 +147,7 @@ def _extent(tensor: torch.Tensor) -> int:
 def _end_in_storage(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
-    return tensor.storage_offset() * tensor.element_size() + _extent(tensor)
+    return int(tensor.storage_offset()) * tensor.element_size() + _extent(tensor)
 
 
 def _sizes(shape: tuple[int | AtLeast | None, ...]) -> str:

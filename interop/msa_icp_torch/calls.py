@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from msa_icp_jax import MSAIcpScorePlan
+from msa_icp_jax.typing import ResolvedRoute
 from msa_icp_torch.comm import MSAIcpComm
 
 
@@ -88,7 +89,7 @@ class Route(Protocol):
       has_one_sided: whether rows can go by device addresses.
     """
 
-    name: str
+    name: ResolvedRoute
     has_one_sided: bool
 
     # ---- checks: before anything is written ----

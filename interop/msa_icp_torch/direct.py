@@ -27,6 +27,7 @@ from msa_icp_jax.ops._mosaic import aot
 from msa_icp_jax.ops._mosaic.aot import Copy, Launches, Lowered, Program
 from msa_icp_jax.ops._mosaic.launch import Target
 from msa_icp_jax.shapes import decode_shapes
+from msa_icp_jax.typing import ResolvedRoute
 from msa_icp_torch import exchange, kernels, pages, window
 from msa_icp_torch.bridge import (
     check_tensor,
@@ -48,7 +49,7 @@ class DirectRoute:
     launches of one plan must follow one another (on one stream, or streams that wait).
     """
 
-    name = "direct"
+    name: ResolvedRoute = "direct"
     has_one_sided = True
 
     def __init__(

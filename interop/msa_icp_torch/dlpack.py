@@ -16,6 +16,7 @@ import torch.distributed as dist
 import msa_icp_jax
 from msa_icp_jax import MSAIcpScorePlan, rows
 from msa_icp_jax.geometry import NUM_SLOTS
+from msa_icp_jax.typing import ResolvedRoute
 from msa_icp_torch import exchange, pages, programs
 from msa_icp_torch.bridge import Bridge, is_capturing
 from msa_icp_torch.calls import DecodeCall, PrefillCall, clear_scores
@@ -30,7 +31,7 @@ _STORAGE = ("comm.recv", "comm.tagged_recv")
 class DlpackRoute:
     """Runs checked calls as JAX programs with the exchange between them."""
 
-    name = "dlpack"
+    name: ResolvedRoute = "dlpack"
     has_one_sided = False
 
     def __init__(

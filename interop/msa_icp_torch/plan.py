@@ -13,10 +13,11 @@ import torch.distributed as dist
 import msa_icp_jax
 from msa_icp_jax import IndexerGeometry, MSAIcpScorePlan, checks
 from msa_icp_jax.geometry import MAX_INT32, NUM_SLOTS, check_index_dtype
-from msa_icp_torch import exchange
+from msa_icp_jax.typing import Backend, IndexDtype, Precision, ResolvedRoute, Route
+from msa_icp_torch import calls, exchange
 from msa_icp_torch.arguments import Arguments
 from msa_icp_torch.bridge import Bridge, check_apart, is_capturing, with_index
-from msa_icp_torch.calls import DecodeCall, PrefillCall, Route
+from msa_icp_torch.calls import DecodeCall, PrefillCall
 from msa_icp_torch.comm import MSAIcpComm, check_class, check_comm, is_one_sided
 from msa_icp_torch.dlpack import DlpackRoute
 from msa_icp_torch.routes import choose_route, direct_route
@@ -41,12 +42,12 @@ def prepare_msa_icp_indexer(
     max_model_len: int,
     num_sparse_layers: int,
     device: torch.device | str,
-    backend: str = "auto",
-    precision: str = "auto",
-    route: str = "auto",
+    backend: Backend = "auto",
+    precision: Precision = "auto",
+    route: Route = "auto",
     group: dist.ProcessGroup | None = None,
     spin_limit: int = SPIN_LIMIT,
-    index_dtype: str = "float8_e4m3fn",
+    index_dtype: IndexDtype = "float8_e4m3fn",
 ) -> MSAIcpIndexerPlan:
     """Plans the MiniMax-M3 index branch for one rank of an indexer context parallel group.
 
@@ -124,7 +125,7 @@ class MSAIcpIndexerPlan:
     def __init__(
         self,
         jax_plan: msa_icp_jax.MSAIcpIndexerPlan,
-        route: Route,
+        route: calls.Route,
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
@@ -136,7 +137,7 @@ class MSAIcpIndexerPlan:
         self.rank: int = jax_plan.rank
         self.backend = jax_plan.backend
         self.precision = jax_plan.precision
-        self.route: str = route.name
+        self.route: ResolvedRoute = route.name
         self.device = device
         self.group = group
         self._transports = _Transports()

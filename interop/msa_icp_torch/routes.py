@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from msa_icp_jax import checks
 from msa_icp_jax.backend import BACKENDS, PREFILL_KERNEL_DTYPES
+from msa_icp_jax.typing import Backend, IndexDtype, ResolvedRoute, Route
+from msa_icp_torch import calls
 from msa_icp_torch.bridge import is_rocm
-from msa_icp_torch.calls import Route
-
-ROUTES = ("auto", "dlpack", "direct")
 
 
 def choose_route(
-    route: str, backend: str, device: torch.device, index_dtype: str = "float8_e4m3fn"
-) -> str:
+    route: Route, backend: Backend, device: torch.device, index_dtype: IndexDtype = "float8_e4m3fn"
+) -> ResolvedRoute:
     """Returns "direct" or "dlpack" for "auto", "dlpack" or "direct".
 
     Raises:
@@ -26,7 +25,7 @@ def choose_route(
         or device, or for index keys that there are no kernels for.
       RuntimeError: direct is asked where JAX's CUDA plugin is not as expected.
     """
-    checks.one_of("route", route, ROUTES)
+    checks.one_of("route", route, get_args(Route))
     checks.one_of("backend", backend, BACKENDS)
     has_kernels = index_dtype in PREFILL_KERNEL_DTYPES
     may_be_direct = backend != "xla" and device.type == "cuda" and has_kernels
@@ -56,7 +55,7 @@ def choose_route(
     return "dlpack"
 
 
-def direct_route(plan: Any, device: torch.device, group: Any, spin_limit: int) -> Route:
+def direct_route(plan: Any, device: torch.device, group: Any, spin_limit: int) -> calls.Route:
     """A `DirectRoute` for this device's GPU."""
     from msa_icp_torch.direct import DirectRoute
 

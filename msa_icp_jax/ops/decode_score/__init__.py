@@ -16,6 +16,7 @@ from msa_icp_jax.geometry import COLUMN_MULTIPLE, HEAD_DIM, MAX_BLOCKS, NUM_HEAD
 from msa_icp_jax.ops.decode_score import xla
 from msa_icp_jax.ops.index_cache import check_index_k
 from msa_icp_jax.ops.select import MSAIcpRows, msa_icp_topk_select_publish
+from msa_icp_jax.typing import Backend, Precision
 
 
 def msa_icp_decode_index_score_sharded(
@@ -31,8 +32,8 @@ def msa_icp_decode_index_score_sharded(
     decode_query_len: int,
     max_decode_query_len: int,
     enable_pdl: bool = False,
-    backend: str = "auto",
-    precision: str = "auto",
+    backend: Backend = "auto",
+    precision: Precision = "auto",
     row_offset: int = 0,
 ) -> jax.Array:
     """Scores every decode token against this rank's share of its request's keys.
@@ -127,8 +128,8 @@ def msa_icp_decode_score_publish(
     generations: jax.Array | None = None,
     slot: int | jax.Array = 0,
     enable_pdl: bool = True,
-    backend: str = "auto",
-    precision: str = "auto",
+    backend: Backend = "auto",
+    precision: Precision = "auto",
     row_offset: int = 0,
 ) -> MSAIcpRows:
     """Scores and selects, without a score plane of the caller's.
@@ -235,7 +236,7 @@ def msa_icp_decode_pool_bytes(
     return batch * decode_query_len * NUM_HEADS * columns * 4
 
 
-def _decode_scores(backend: str, enable_pdl: bool, *arrays: Any) -> Callable[..., jax.Array]:
+def _decode_scores(backend: Backend, enable_pdl: bool, *arrays: Any) -> Callable[..., jax.Array]:
     """The backend's scorer."""
     if not takes_mosaic(backend, *arrays):
         return xla.decode_scores

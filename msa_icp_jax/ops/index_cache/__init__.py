@@ -14,6 +14,7 @@ from msa_icp_jax.backend import takes_mosaic
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import HEAD_DIM
 from msa_icp_jax.ops.index_cache import xla
+from msa_icp_jax.typing import Backend
 
 
 def msa_icp_write_index_k(
@@ -25,7 +26,7 @@ def msa_icp_write_index_k(
     world_size: int,
     page_size: int,
     row_offset: int = 0,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> jax.Array:
     """Stores new index keys at their slots, each on the rank that owns its row.
 
@@ -96,7 +97,7 @@ def check_index_k(
         )
 
 
-def _write_rows(backend: str, *arrays: Any) -> Callable[..., jax.Array]:
+def _write_rows(backend: Backend, *arrays: Any) -> Callable[..., jax.Array]:
     """The backend's cache write."""
     if not takes_mosaic(backend, *arrays):
         return xla.write_rows

@@ -15,6 +15,7 @@ from msa_icp_jax.backend import start_at, takes_mosaic, vary_as
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import NUM_HEADS, TOPK
 from msa_icp_jax.ops.merge import xla
+from msa_icp_jax.typing import Backend
 
 
 class MSAIcpMerge(NamedTuple):
@@ -45,7 +46,7 @@ def msa_icp_merge_candidates(
     enable_pdl: bool = False,
     expected_generations: jax.Array | None = None,
     prefill: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> MSAIcpMerge:
     """Merges all ranks' candidates of the owned heads into the exact global Top16.
 
@@ -118,7 +119,7 @@ def merge_once(
     local_blocks: int,
     prefill: bool = False,
     enable_pdl: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> jax.Array:
     """`msa_icp_merge_candidates` of rows that are this call's alone.
 
@@ -162,7 +163,7 @@ def merge_in_slot(
     init_blocks: int,
     local_blocks: int,
     enable_pdl: bool,
-    backend: str,
+    backend: Backend,
 ) -> MSAIcpMerge:
     """`msa_icp_merge_candidates` of a slot of whole storage, all of whose rows are there.
 
@@ -217,7 +218,7 @@ def merge_in_slot(
 
 
 def _merge_rows(
-    backend: str, enable_pdl: bool, *arrays: Any
+    backend: Backend, enable_pdl: bool, *arrays: Any
 ) -> Callable[..., tuple[jax.Array, jax.Array, Any]]:
     """The backend's merge."""
     if not takes_mosaic(backend, *arrays):

@@ -21,6 +21,7 @@ from msa_icp_jax.ambient import check_unsplit
 from msa_icp_jax.backend import resolve_backend
 from msa_icp_jax.geometry import BLOCK_SIZE, MAX_INT32, MAX_TOKENS, cdiv
 from msa_icp_jax.ops.prefill_plan.namespace import Namespace
+from msa_icp_jax.typing import Backend
 
 if TYPE_CHECKING:
     from msa_icp_jax.ops.prefill_plan.balance import PrefillWork
@@ -78,7 +79,7 @@ def msa_icp_index_score_sharded_plan(
     *,
     qo_offset: Sequence[int] | np.ndarray,
     device: jax.Device | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> MSAIcpScorePlan:
     """Builds a window plan from lengths known on the host (eager, not under jit).
 
@@ -134,7 +135,7 @@ def msa_icp_index_score_sharded_plan_device(
     total_q: int,
     max_query_len: int,
     max_seq_len: int,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> MSAIcpScorePlan:
     """Builds a window plan from lengths on the device; no host read, fit for jit.
 
@@ -247,7 +248,7 @@ def msa_icp_index_score_plan_storage(
     }
 
 
-def _with_work(plan: MSAIcpScorePlan, backend: str) -> MSAIcpScorePlan:
+def _with_work(plan: MSAIcpScorePlan, backend: Backend) -> MSAIcpScorePlan:
     """Adds what the backend's scorer reads beside the segments."""
     if backend == "xla" or plan.num_segments == 0:
         return plan

@@ -18,6 +18,7 @@ from msa_icp_jax.ops.index_cache import check_index_k
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan
 from msa_icp_jax.ops.prefill_score import xla
 from msa_icp_jax.ops.select import msa_icp_topk_select_prefill
+from msa_icp_jax.typing import Backend, Precision
 
 
 def msa_icp_index_score_sharded(
@@ -33,8 +34,8 @@ def msa_icp_index_score_sharded(
     tp: int = 2,
     compact: bool = False,
     enable_pdl: bool = False,
-    backend: str = "auto",
-    precision: str = "auto",
+    backend: Backend = "auto",
+    precision: Precision = "auto",
     row_offset: int = 0,
 ) -> jax.Array:
     """Scores every query token of a window against this rank's share of its segment's keys.
@@ -110,8 +111,8 @@ def msa_icp_prefill_score_select(
     force_begin_blocks: int = 0,
     force_end_blocks: int = 0,
     enable_pdl: bool = False,
-    backend: str = "auto",
-    precision: str = "auto",
+    backend: Backend = "auto",
+    precision: Precision = "auto",
     row_offset: int = 0,
 ) -> jax.Array:
     """Scores and selects, without a score plane of the caller's.
@@ -173,10 +174,10 @@ def score_and_select(
     force_begin_blocks: int = 0,
     force_end_blocks: int = 0,
     enable_pdl: bool = False,
-    backend: str = "auto",
-    precision: str = "auto",
+    backend: Backend = "auto",
+    precision: Precision = "auto",
     row_offset: int = 0,
-    select_backend: str | None = None,
+    select_backend: Backend | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`msa_icp_prefill_score_select` on a plane that the selection alone reads.
 
@@ -305,7 +306,7 @@ class _Stage(NamedTuple):
 
 
 def _stage(
-    backend: str, precision: str, enable_pdl: bool, plan: MSAIcpScorePlan, *arrays: Any
+    backend: Backend, precision: Precision, enable_pdl: bool, plan: MSAIcpScorePlan, *arrays: Any
 ) -> _Stage:
     """Queries are the first array."""
     if not takes_mosaic(resolve_prefill_backend(backend, None, arrays[0].dtype.name), *arrays):

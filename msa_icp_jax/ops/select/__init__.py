@@ -16,6 +16,7 @@ from msa_icp_jax.backend import start_at, takes_mosaic
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import MAX_BLOCKS, MAX_INT32, MAX_SELECT_COLUMNS, NUM_HEADS, NUM_SLOTS
 from msa_icp_jax.ops.select import xla
+from msa_icp_jax.typing import Backend
 
 
 class MSAIcpRows(NamedTuple):
@@ -44,7 +45,7 @@ def msa_icp_topk_select_publish(
     generations: jax.Array | None = None,
     slot: int | jax.Array = 0,
     enable_pdl: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> MSAIcpRows:
     """Selects every (token, head)'s best 16 local blocks and lays them out by owner rank.
 
@@ -109,7 +110,7 @@ def msa_icp_topk_select_prefill(
     force_end_blocks: int = 0,
     index_scale: int = 1,
     index_offset: int | jax.Array = 0,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> jax.Array:
     """Selects every (token, head)'s best 16 local blocks into the prefill carrier.
 
@@ -188,7 +189,7 @@ def empty_message(tags: jax.Array | None) -> jax.Array:
     return found if tags is None else candidate_rows.tag(found, tags)
 
 
-def _select_rows(backend: str, enable_pdl: bool, *arrays: Any) -> Callable[..., jax.Array]:
+def _select_rows(backend: Backend, enable_pdl: bool, *arrays: Any) -> Callable[..., jax.Array]:
     """The backend's select."""
     if not takes_mosaic(backend, *arrays):
         return xla.select_rows
