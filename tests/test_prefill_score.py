@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -448,6 +449,38 @@ def test_fused_and_unfused_agree_past_the_limits_of_a_plan(page_size):
     )
     np.testing.assert_array_equal(apart, together)
     assert (np.asarray(apart)[..., 16:32].max(axis=-1) < 8).all()
+
+
+@pytest.mark.parametrize(
+    ("max_seq_len", "compact", "columns"),
+    [
+        (0, False, 4),
+        (1500, False, 12),
+        (1500, True, 8),
+        (1 << 20, False, 8192),
+        (1 << 20, True, 4096),
+    ],
+)
+def test_the_plane_of_a_fused_prefill_is_as_wide_as_its_window(max_seq_len, compact, columns):
+    lengths, starts = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def rows(qo_lens, kv_lens, starts, query, keys, table, counts, carrier):
+        window = msa_icp_index_score_sharded_plan_device(
+            *(qo_lens, kv_lens, starts, starts, qo_lens, 4),
+            **{"total_q": 12, "max_query_len": 12, "max_seq_len": max_seq_len},
+            backend="mosaic",
+        )
+        return msa_icp_prefill_score_select(
+            *(query, keys, table, window, counts, carrier),
+            **{"rank": 1, "tp": 4, "compact": compact, "backend": "mosaic"},
+        )
+
+    keys = jax.ShapeDtypeStruct((9, 64 if compact else 32, 128), jnp.float8_e4m3fn)
+    query = jax.ShapeDtypeStruct((12, 4, 128), jnp.float8_e4m3fn)
+    words = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((1, 3), (12,), (4, 12, 33)))
+    traced = jax.make_jaxpr(rows)(lengths, lengths, starts, query, keys, *words)
+    planes = set(re.findall(r"f32\[12,4,(\d+)\]", str(traced)))
+    assert planes == {str(columns)}
 
 
 # ---- any metadata ----

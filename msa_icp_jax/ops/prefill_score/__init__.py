@@ -118,9 +118,10 @@ def msa_icp_prefill_score_select(
     """Scores and selects, without a score plane of the caller's.
 
     The rows are those of `msa_icp_index_score_sharded` followed by `msa_icp_topk_select_prefill`,
-    bit for bit. The Mosaic kernels do it on a temporary plane of the widest context: 128 KiB a
-    token with pages of 128 tokens, 64 KiB with pages of 256. A kernel that kept lists instead of a
-    plane took 1.10 to 1.69 times as long on an H200.
+    bit for bit, with a score plane as wide as the window plan's `max_seq_len` needs. The Mosaic
+    kernels do it on such a plane of their own: 4 heads x columns x 4 bytes a token, 128 KiB at most
+    with pages of 128 tokens, 64 KiB with pages of 256. A kernel that kept lists instead of a plane
+    took 1.10 to 1.69 times as long on an H200.
 
     Args:
       q, k, block_table, plan, rank, tp, compact, enable_pdl, backend, precision, row_offset: as in
@@ -145,7 +146,7 @@ def msa_icp_prefill_score_select(
         num_valid_pages,
         carrier,
         None,
-        columns=_all_columns(compact),
+        columns=_window_columns(plan, compact),
         rank=rank,
         tp=tp,
         compact=compact,
@@ -279,6 +280,13 @@ def msa_icp_prefill_pool_bytes(
     checks.device("device", device)
     num_heads = geometry.check_num_heads("num_heads", num_heads)
     return total_q * num_heads * geometry.TOPK * 8
+
+
+def _window_columns(plan: MSAIcpScorePlan, compact: bool) -> int:
+    """Columns of the longest context that the window's bounds allow."""
+    if not isinstance(plan, MSAIcpScorePlan):
+        return _all_columns(compact)  # refused by name later on
+    return geometry.msa_icp_decode_score_columns(max(plan.max_seq_len, 1), page_size(compact))
 
 
 def _all_columns(compact: bool) -> int:
