@@ -7,7 +7,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-env lint types test-versions test-torch wheel soak bench clean
+.PHONY: help demo test test-env lint types test-versions test-torch docs wheel soak bench clean
 export PYTHON
 unexport PYTHONHOME PYTHONPATH
 
@@ -48,6 +48,10 @@ test-torch: ## install torch too (gigabytes) and run its tests; `make test` then
 	@sh tools/setup_env.sh $(VENV) demo,test,torch$(CUDA_EXTRA)
 	@echo "test-torch: pytest on torch" >&2
 	@$(VENV)/bin/python -m pytest $(WORKERS) tests/test_torch_*.py $(ARGS)
+
+docs: ## build the API reference into build/reference (with torch installed, of both packages)
+	@sh tools/setup_env.sh $(VENV) docs
+	@$(VENV)/bin/python tools/reference.py $(ARGS)
 
 wheel: test-env ## build the wheel into dist
 	@$(VENV)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

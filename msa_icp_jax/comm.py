@@ -160,7 +160,15 @@ class MSAIcpComm:
 
     @classmethod
     def zeros(cls, world_size: int, capacity: int) -> MSAIcpComm:
-        """Fresh storage of one rank for `capacity` tokens."""
+        """Fresh storage of one rank, zeroed.
+
+        Args:
+          world_size: W, 2 or 4.
+          capacity: C, tokens of one decode step at most, >= 1.
+
+        Raises:
+          TypeError, ValueError: an argument is outside its range.
+        """
         shapes = comm_shapes(world_size, capacity)
         return cls(**{name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items()})
 

@@ -202,7 +202,11 @@ class IndexerGeometry:
         return column_scale(self.page_size)
 
     def index_offset(self, rank: Any) -> Any:
-        """The block of `rank`'s column 0."""
+        """The block of a rank's column 0.
+
+        Args:
+          rank: the rank, in [0, W), an int or a traced int32 scalar; it is not checked.
+        """
         return column_offset(rank, self.world_size, self.page_size)
 
     @property

@@ -728,6 +728,12 @@ class MSAIcpIndexerPlan:
         """Raises, naming the array, unless `comm` is one rank's storage of this plan.
 
         Rows of the one-sided transport lie elsewhere: `recv` and `tagged_recv` are empty.
+
+        Args:
+          comm: what is checked, concrete or traced; only dtypes and shapes are looked at.
+
+        Raises:
+          TypeError, ValueError: it is no MSAIcpComm, or an array of it has another dtype or shape.
         """
         check_comm(comm, *self._comm_sizes(), one_sided=self.transport == ONE_SIDED)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from msa_icp_jax.typing import ResolvedBackend, ResolvedTransport
 
 # What a program takes: arrays of JAX, or of the host in exactly the right dtype.
 Array = jax.Array | np.ndarray
+Scratch = TypeVar("Scratch", jax.Array, None)
 
 
 class Plan(Protocol):
@@ -157,7 +158,7 @@ class DecodeProgramWithComm(Jitted, Protocol):
 class PrefillProgram(Jitted, Protocol):
     """What `MSAIcpIndexerPlan.prefill_program` makes."""
 
-    def __call__[Scratch: (jax.Array, None)](
+    def __call__(
         self,
         query: Array,
         index_k: Array,

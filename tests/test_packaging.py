@@ -331,7 +331,7 @@ def test_the_metadata_states_what_is_supported():
     assert "jax>=0.11.2,<0.13" in project["dependencies"]
     assert project["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text()
-    extras = {"cuda12", "cuda13", "torch", "demo", "bench", "test"}
+    extras = {"cuda12", "cuda13", "torch", "demo", "bench", "export", "docs", "test"}
     assert set(project["optional-dependencies"]) == extras
 
 

@@ -1,14 +1,17 @@
-"""The lines of docs/torch.md that a server copies."""
+"""The lines of docs/torch.md that a server copies, and the reference of msa_icp_torch."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import docstrings
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed (extra torch)")
+
+import msa_icp_torch  # noqa: E402
 
 DOCS = Path(__file__).parent.parent / "docs" / "torch.md"
 
@@ -39,3 +42,12 @@ def test_new_index_keys_are_stored_by_the_ranks_that_own_their_rows(world_size, 
         exec(snippet, names)
         shards.append(memory.numpy())
     np.testing.assert_array_equal(np.concatenate(shards, axis=1).reshape(whole.shape), whole)
+
+
+def test_the_reference_has_every_public_name(tmp_path):
+    said = docstrings.build_reference(tmp_path)
+    assert "msa_icp_jax, msa_icp_jax.typing, msa_icp_torch is in" in said
+    named = docstrings.named_on(tmp_path / "msa_icp_torch.html")
+    public = dict(docstrings.public_names(msa_icp_torch))
+    assert set(public) - named == set()
+    assert [x for name, member in public.items() for x in docstrings.missing(name, member)] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ def test_a_type_checker_finds_the_wrong_calls_and_no_others() -> None:
     answer = subprocess.run(
         [sys.executable, "-m", "mypy", "--no-error-summary", CALLS],
         cwd=ROOT,
+        env=os.environ | {"MYPYPATH": str(ROOT / "interop")},
         capture_output=True,
         text=True,
         check=False,

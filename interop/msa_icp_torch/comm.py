@@ -114,10 +114,19 @@ class MSAIcpComm:
         device: torch.device,
         storage: torch.Tensor | None = None,
     ) -> MSAIcpComm:
-        """Fresh storage of one rank for `capacity` tokens, in `storage` where that is given.
+        """Fresh storage of one rank, zeroed.
 
-        Outside inference mode: tensors that are made inside do not count what is written to them.
+        Args:
+          world_size: W, 2 or 4.
+          capacity: C, tokens of one decode step at most, >= 1.
+          device: of the tensors.
+          storage: int32 [>= storage_words of `msa_icp_comm_layout`], the memory of the rows, from a
+            multiple of 16 bytes on; None: memory of its own.
+
+        Raises:
+          TypeError, ValueError: an argument is outside its range, or `storage` is no such tensor.
         """
+        # Outside inference mode: tensors made inside do not count what is written to them.
         with torch.inference_mode(False):
             return cls._zeros(world_size, capacity, device, storage)
 

@@ -387,6 +387,10 @@ class MSAIcpIndexerPlan:
           storage: int32 [>= storage_words of `msa_icp_comm_layout`], memory that peers can address
             (torch's symmetric memory, say) for the one-sided exchange; None: ordinary memory. All
             ranks must have zeroed theirs before one of them decodes.
+
+        Raises:
+          TypeError, ValueError: `storage` has another dtype or device, is too small, or does not
+            begin at a multiple of 16 bytes.
         """
         limits = self.geometry
         comm = MSAIcpComm.zeros(limits.world_size, limits.max_decode_tokens, self.device, storage)
@@ -400,6 +404,13 @@ class MSAIcpIndexerPlan:
         all 0, or every rank's address, which needs the direct route. It reads the bases back to the
         host. `decode` does it when a comm that `init_comm` did not make, or a write through torch
         to the bases, is new to it; so call it (or `decode`) before a capture.
+
+        Args:
+          comm: what is checked.
+
+        Raises:
+          TypeError, ValueError: it is no storage of this plan, or selects a transport that the
+            route does not have.
         """
         check_comm(comm, self.geometry.world_size, self.geometry.max_decode_tokens, self.device)
         self._route.check_memory(comm.written(), comm.read())
@@ -427,9 +438,9 @@ class MSAIcpIndexerPlan:
         captured into CUDA graphs afterwards.
 
         Args:
-          index_k: the index-key cache. Without it only what comes behind the exchange is compiled,
-            and a select that stores its rows at their owners: a scorer's program depends on its
-            shape.
+          index_k: the index-key cache, as in `decode`. Without it only what comes behind the
+            exchange is compiled, and a select that stores its rows at their owners: a scorer's
+            program depends on its shape.
           table_width: columns of the block tables; None: pages of a context of max_model_len.
           batch_sizes: request counts of decode; None: max_num_seqs, as far as max_decode_tokens
             allows.

@@ -67,8 +67,16 @@ class MSAIcpScorePlan:
     def num_valid_pages(self, num_tokens: int | None = None) -> jax.Array:
         """Visible blocks int32 [num_tokens] of every query row, 0 for padding rows.
 
-        ``position // 128 + 1`` of each row; num_tokens defaults to total_q.
+        It is ``position // 128 + 1`` of each row.
+
+        Args:
+          num_tokens: rows of the answer, those behind the segments' being padding; None: total_q.
+
+        Raises:
+          TypeError, ValueError: `num_tokens` is no int >= 0.
         """
+        if num_tokens is not None:
+            num_tokens = checks.integer("num_tokens", num_tokens, 0, MAX_INT32)
         return visible_blocks(self, num_tokens, jnp)
 
 
