@@ -28,7 +28,7 @@ from benchmarks.cases import (
     at_world_size,
 )
 from benchmarks.results import Row
-from msa_icp_jax.geometry import WORLD_SIZES
+from msa_icp_jax.geometry import HEAD_DIM, WORLD_SIZES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "h200.json"
@@ -224,10 +224,31 @@ def summary() -> str:
     for name in ("d-b1-1m-w4", "d-b32-128k-w4", "d-b128-16k-w4", "p-32k-w4", "p-128k-w4"):
         case = _CASES[name]
         ours = figures.spread(name, "local", "mosaic", case.precision)
-        lines.append(
-            {"score and select, us": describe(case), "the kernels": ours} | figures.others(case)
-        )
+        others = {k: us for k, us in figures.others(case).items() if k not in ("torch", "XLA")}
+        lines.append({"score and select, us": describe(case), "the kernels": ours} | others)
     return _paragraphs(_table(lines), _origin_of_kernels(figures))
+
+
+def gain() -> str:
+    """README: what a rank's share of the keys saves in a decode, time and memory."""
+    figures, case, layers = _Figures(RESULTS), _CASES["d-b32-128k-w4"], 57
+    batch, context = len(case.lens), short(case.lens[0])
+    gib = layers * sum(case.lens) * HEAD_DIM / 2**30  # float8
+    head = f"a layer of {batch} x {context} keys, one of {case.world_size} GPUs"
+    lines = [
+        {
+            head: words,
+            "us": figures.us(case.name, stage, backend, precision),
+            f"its index keys, {layers} layers": f"{gib / ranks:.1f} GiB",
+        }
+        for words, ranks, stage, backend, precision in (
+            ("FlashInfer, all keys, 1 head", 1, "local", "flashinfer-no-icp", "fast"),
+            ("FlashInfer, 1 / 4 of the keys, 4 heads", 4, "local", "flashinfer", "fast"),
+            ("here, 1 / 4 of the keys, 4 heads", 4, "local", "mosaic", "exact"),
+            ("here, with the merge of all ranks' candidates", 4, "chain", "mosaic", "exact"),
+        )
+    ]
+    return _paragraphs(_table(lines))
 
 
 def performance() -> str:
@@ -432,6 +453,7 @@ def _us(value: float) -> str:
 
 
 PARTS: dict[tuple[Path, str], Callable[[], str]] = {
+    (ROOT / "README.md", "gain"): gain,
     (ROOT / "README.md", "summary"): summary,
     (ROOT / "docs" / "performance.md", "performance"): performance,
     (ROOT / "docs" / "scaling.md", "sweep"): sweep,

@@ -46,6 +46,10 @@ def test_a_link_to_nothing_is_found(tmp_path: Path) -> None:
     assert broken_links(path) == ["#one", "b.md"]
 
 
+def test_the_first_page_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 1600
+
+
 def test_the_files_that_architecture_names_exist() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"`([\w/]+\.py)`", text))
