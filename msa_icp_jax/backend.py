@@ -11,11 +11,10 @@ import jax.numpy as jnp
 
 from msa_icp_jax import checks
 from msa_icp_jax.ambient import check_unsplit
-from msa_icp_jax.typing import Backend, IndexDtype, Precision, ResolvedBackend
+from msa_icp_jax.typing import Backend, Precision, ResolvedBackend
 
 BACKENDS = get_args(Backend)
 PRECISIONS = get_args(Precision)
-PREFILL_KERNEL_DTYPES = ("float8_e4m3fn",)  # of index keys, that the Mosaic prefill scorer takes
 
 
 def resolve_backend(backend: Backend, device: jax.Device | None = None) -> ResolvedBackend:
@@ -46,30 +45,6 @@ def default_device() -> jax.Device:
     if isinstance(chosen, str):  # a platform
         return jax.local_devices(backend=chosen)[0]
     return chosen if chosen is not None else jax.local_devices()[0]
-
-
-def resolve_prefill_backend(
-    backend: Backend,
-    device: jax.Device | None = None,
-    index_dtype: IndexDtype = "float8_e4m3fn",
-) -> ResolvedBackend:
-    """`resolve_backend` for the prefill scorer, which has no kernels for bfloat16 yet.
-
-    "auto" takes XLA there; on a GPU that has the other kernels it warns once.
-
-    Raises:
-      ValueError: `backend` is not one of the three, or "mosaic" has no kernels for `index_dtype`.
-    """
-    resolved = resolve_backend(backend, device)
-    if resolved == "xla" or index_dtype in PREFILL_KERNEL_DTYPES:
-        return resolved
-    if backend == "mosaic":
-        raise ValueError(
-            f'backend must be "auto" or "xla" where index_dtype is "{index_dtype}" (the prefill '
-            f'kernels take {" or ".join(PREFILL_KERNEL_DTYPES)}), got "mosaic"'
-        )
-    _warn_portable(f"prefill of {index_dtype} index keys")
-    return "xla"
 
 
 def check_precision(precision: Precision) -> Precision:

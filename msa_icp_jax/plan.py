@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 
 from msa_icp_jax import checks, one_sided, programs, rows
 from msa_icp_jax.ambient import check_unsplit, own_mesh
-from msa_icp_jax.backend import check_precision, resolve_backend, resolve_prefill_backend
+from msa_icp_jax.backend import check_precision, resolve_backend
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.comm import (
     COLLECTIVE,
@@ -142,9 +142,7 @@ def prepare_msa_icp_indexer(
         makes; it needs the Mosaic backend and GPUs that reach each other's memory. "auto" is
         one-sided for the calls that get such a comm, where backend and GPUs allow it, and else
         collective.
-      index_dtype: of index keys and queries: "float8_e4m3fn", or "bfloat16", for which the prefill
-        scorer has no Mosaic kernel yet (`backend="auto"` takes XLA for it, see
-        `MSAIcpIndexerPlan.prefill_backend`; "mosaic" is refused).
+      index_dtype: of index keys and queries, "float8_e4m3fn" or "bfloat16".
 
     Returns:
       A frozen, hashable MSAIcpIndexerPlan.
@@ -173,25 +171,21 @@ def prepare_msa_icp_indexer(
     check_precision(precision)
     if not isinstance(axis_name, str):
         raise TypeError(f"axis_name must be a str, got {axis_name!r}")
-    prefill_backend = resolve_prefill_backend(backend, device, geometry.index_dtype)
     backend = resolve_backend(backend, device)
     plan = MSAIcpIndexerPlan(
         geometry=geometry,
         rank=rank,
         backend=backend,
-        prefill_backend=prefill_backend,
         precision=precision,
         axis_name=axis_name,
         transport=resolve_transport(transport, backend),
         comm_optional=transport != ONE_SIDED,
     )
     _LOGGER.info(
-        "prepared world_size %d, page_size %d: backend %s, prefill backend %s, precision %s, "
-        "transport %s",
+        "prepared world_size %d, page_size %d: backend %s, precision %s, transport %s",
         geometry.world_size,
         geometry.page_size,
         plan.backend,
-        plan.prefill_backend,
         plan.precision,
         plan.transport,
     )
@@ -206,7 +200,6 @@ class MSAIcpIndexerPlan:
       geometry: the validated limits and sizes.
       rank: this rank, or None to take it from the icp axis.
       backend: "mosaic" or "xla", as resolved.
-      prefill_backend: that of the prefill scorer; "xla" for bfloat16 index keys.
       precision: "auto", "exact" or "fast".
       axis_name: the mesh axis of the group.
       transport: "collective" or "one-sided", as resolved.
@@ -216,7 +209,6 @@ class MSAIcpIndexerPlan:
     geometry: IndexerGeometry
     rank: int | None
     backend: ResolvedBackend
-    prefill_backend: ResolvedBackend
     precision: Precision
     axis_name: str
     transport: ResolvedTransport
@@ -495,7 +487,7 @@ class MSAIcpIndexerPlan:
             total_q=total_q,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
-            backend=self.prefill_backend,
+            backend=self.backend,
         )
 
     def prefill_local(
@@ -566,10 +558,9 @@ class MSAIcpIndexerPlan:
             force_begin_blocks=self.geometry.init_blocks,
             force_end_blocks=self.geometry.local_blocks,
             enable_pdl=True,
-            backend=self.prefill_backend,
+            backend=self.backend,
             precision=self.precision,
             row_offset=self.geometry.row_offset,
-            select_backend=self.backend,
         )
         return carrier, score_scratch if fused else plane
 

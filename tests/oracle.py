@@ -672,12 +672,13 @@ def check_scores(actual: Array, before: Array, plane: ScorePlane, eps: float) ->
     assert not (written & np.isnan(mine)).any(), _first(written & np.isnan(mine), "NaN")
     minus_zero = written & (mine == 0) & np.signbit(mine)
     assert not minus_zero.any(), _first(minus_zero, "-0.0")
-    empty = np.isneginf(plane.scores)
-    wrong = written & (np.isneginf(mine) != empty)
-    assert not wrong.any(), _first(wrong, "-inf in the wrong place or missing")
-    seen = written & ~empty
-    distance = np.abs(np.where(seen, mine, 0.0) - np.where(seen, plane.scores, 0.0))
-    assert (distance <= eps * plane.mass).all(), _first(distance > eps * plane.mass, "too far")
+    for name, is_infinite in (("-inf", np.isneginf), ("+inf", np.isposinf)):
+        wrong = written & (is_infinite(mine) != is_infinite(plane.scores))
+        assert not wrong.any(), _first(wrong, f"{name} in the wrong place or missing")
+    finite = written & np.isfinite(plane.scores)
+    distance = np.abs(np.where(finite, mine, 0.0) - np.where(finite, plane.scores, 0.0))
+    far = distance > eps * np.where(finite, plane.mass, 0.0)
+    assert not far.any(), _first(far, "too far")
 
 
 def _first(bad: Array, what: str) -> str:

@@ -21,7 +21,6 @@ from chains import GROUPS, Ranks, make_mesh, make_plan, random_decode, random_pr
 from inputs import COMPOUND, COMPOUND_WIDE, W2, W4, W4_WIDE
 
 import msa_icp_jax as api
-from msa_icp_jax import backend
 
 BF16 = "bfloat16"
 INF, NAN = float("inf"), float("nan")
@@ -210,6 +209,34 @@ def test_keys_never_meet_a_product_as_bfloat16_with_bfloat16_sums():
             assert line.rsplit("->", 1)[1].strip().endswith("xf32>"), line
 
 
+# ---- kernels ----
+
+
+class _Hopper:
+    platform, compute_capability, device_kind = "gpu", "9.0", "a Hopper GPU"
+
+
+def test_auto_on_hopper_takes_the_kernels(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [_Hopper()])
+    assert make_plan(2, 128, index_dtype=BF16, backend="auto").backend == "mosaic"
+
+
+def test_no_kernel_stage_is_left_to_xla():
+    """Decode's and prefill's kernels take the keys as they are: no product, no conversion of it."""
+    plan = make_plan(2, 128, index_dtype=BF16, backend="mosaic")
+    decode = random_decode([300, 40], 4, 128, index_dtype=BF16)
+    prefill = random_prefill([(40, 260, 300)], 64, 128, index_dtype=BF16)
+    ranks = Ranks(plan, None)
+    for program, arrays in (
+        (plan.decode_program(decode_query_len=4), ranks.decode_arrays(decode)),
+        (plan.prefill_program(), ranks.prefill_arrays(prefill)),
+    ):
+        text = program.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("mosaic_gpu_v2") == 3, "score, select, merge"
+        assert "stablehlo.dot_general" not in text
+        assert not any("convert" in x and "bf16" in x for x in text.splitlines())
+
+
 # ---- what is refused ----
 
 
@@ -245,47 +272,6 @@ def test_a_mixture_is_refused_by_name():
         api.msa_icp_index_score_sharded(
             queries, narrow, step[0], window, rank=0, max_score=jnp.zeros((1, 4, 4))
         )
-
-
-REFUSED = r'backend must be "auto" or "xla" where index_dtype is "bfloat16" .*got "mosaic"'
-
-
-def test_the_prefill_kernels_refuse_it_by_name():
-    with pytest.raises(ValueError, match=REFUSED):
-        make_plan(2, 128, index_dtype=BF16, backend="mosaic")
-    keys, queries = jnp.zeros((3, 64, 128), jnp.bfloat16), jnp.zeros((1, 4, 128), jnp.bfloat16)
-    window = api.msa_icp_index_score_sharded_plan([1], [9], 4, qo_offset=[5], backend="mosaic")
-    inputs = (queries, keys, jnp.zeros((1, 3), jnp.int32), window)
-    with pytest.raises(ValueError, match=REFUSED):
-        api.msa_icp_index_score_sharded(
-            *inputs, rank=0, max_score=jnp.zeros((1, 4, 4)), backend="mosaic"
-        )
-    with pytest.raises(ValueError, match=REFUSED):
-        api.msa_icp_prefill_score_select(
-            *inputs,
-            jnp.ones(1, jnp.int32),
-            jnp.zeros((4, 1, 33), jnp.int32),
-            rank=0,
-            backend="mosaic",
-        )
-
-
-class _Hopper:
-    platform, compute_capability, device_kind = "gpu", "9.0", "a Hopper GPU"
-
-
-def test_auto_on_hopper_takes_xla_for_prefill_alone_and_says_so_once(monkeypatch):
-    monkeypatch.setattr(jax, "local_devices", lambda **_: [_Hopper()])
-    backend._warn_portable.cache_clear()
-    with pytest.warns(UserWarning, match="no Mosaic kernels for prefill of bfloat16 index keys"):
-        plan = make_plan(2, 128, index_dtype=BF16, backend="auto")
-    assert (plan.backend, plan.prefill_backend) == ("mosaic", "xla")
-    plan = make_plan(2, 128, index_dtype=BF16, backend="auto")
-    assert (plan.backend, plan.prefill_backend) == ("mosaic", "xla")
-    plan = make_plan(2, 128, backend="auto")
-    assert (plan.backend, plan.prefill_backend) == ("mosaic", "mosaic")
-    plan = make_plan(2, 128, index_dtype=BF16, backend="xla")
-    assert (plan.backend, plan.prefill_backend) == ("xla", "xla")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +28,11 @@ from msa_icp_jax.ops.select.kernel import select_rows
 
 _PAGES = 40
 _UNTOUCHED = 7.5
+_FLOAT8, _BF16 = "float8_e4m3fn", "bfloat16"
+
+
+# inf - inf, in the interpreter's products.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 
 class Window(NamedTuple):
@@ -70,13 +76,22 @@ class Inputs(NamedTuple):
 WINDOW = Window([3, 0, 70, 1], [600, 0, 0, 1799], [700, 50, 70, 1800], tail=2)
 
 
-def make_inputs(window: Window, shard: oracle.Shard, pitch: int, seed: int = 0) -> Inputs:
-    """Hostile where the contract allows it: NaN keys, bad page ids, garbage past the segments."""
-    rng = np.random.default_rng(seed)
-    query = oracle.e4m3_encode(rng.integers(-3, 4, (window.tokens, 4, 128)))
-    keys = oracle.e4m3_encode(rng.integers(-4, 5, (_PAGES, pitch, 128)))
-    keys[rng.random((_PAGES, pitch)) < 0.1, 5] = 0xFF
-    keys[3] = 0x7F  # a page of nothing but NaN
+def make_inputs(
+    window: Window, shard: oracle.Shard, pitch: int, index_dtype: str = _FLOAT8
+) -> Inputs:
+    """Hostile where the contract allows it: NaN keys, bad page ids, garbage past the segments.
+
+    bfloat16 has infinities, too: products with zeros, and sums of both, are NaN for some queries.
+    """
+    rng = np.random.default_rng(0)
+    query = oracle.encode(rng.integers(-3, 4, (window.tokens, 4, 128)), index_dtype)
+    keys = oracle.encode(rng.integers(-4, 5, (_PAGES, pitch, 128)), index_dtype)
+    nan = oracle.NAN[keys.dtype]
+    keys[rng.random((_PAGES, pitch)) < 0.1, 5] = nan | 1 << (8 * keys.itemsize - 1)
+    keys[3] = nan  # a page of nothing but NaN
+    if index_dtype == _BF16:
+        for element, infinity in ((6, 0x7F80), (7, 0xFF80), (8, 0x7F80)):
+            keys[rng.random((_PAGES, pitch)) < 0.01, element] = infinity
     width = max(-(-max(window.kv_lens) // shard.page_size) - 1, 1)  # too narrow by one page
     table = rng.permutation(_PAGES)[:width] + np.zeros((len(window.kv_lens), 1), np.int64)
     table[:, 1::5] = rng.choice([-1, _PAGES, 2**31 - 1, -(2**31)], table[:, 1::5].shape)
@@ -85,13 +100,17 @@ def make_inputs(window: Window, shard: oracle.Shard, pitch: int, seed: int = 0) 
     return Inputs(query, keys, table.astype(np.int32))
 
 
-def reference(window: Window, inputs: Inputs, columns: int, shard: oracle.Shard, **options: Any):
+def arrays_of(given: Inputs) -> tuple[Any, ...]:
+    return inputs.index_array(given.query), inputs.index_array(given.keys), given.table
+
+
+def reference(window: Window, given: Inputs, columns: int, shard: oracle.Shard, **options: Any):
     """The oracle reads every page below the keys' end: widen the table with pages of nobody."""
-    missing = columns - inputs.table.shape[1]
-    table = np.pad(inputs.table, ((0, 0), (0, max(missing, 0))), constant_values=-1)
+    missing = columns - given.table.shape[1]
+    table = np.pad(given.table, ((0, 0), (0, max(missing, 0))), constant_values=-1)
     return oracle.prefill_plane(
-        inputs.query,
-        inputs.keys,
+        given.query,
+        given.keys,
         table,
         window.qo_lens,
         window.kv_lens,
@@ -100,10 +119,6 @@ def reference(window: Window, inputs: Inputs, columns: int, shard: oracle.Shard,
         shard,
         **options,
     )
-
-
-def fp8(x: np.ndarray) -> jax.Array:
-    return jax.lax.bitcast_convert_type(jnp.asarray(x), jnp.float8_e4m3fn)
 
 
 def run(kernel: Any, *arrays: Any, rank: int, **options: Any) -> np.ndarray:
@@ -118,25 +133,34 @@ def run(kernel: Any, *arrays: Any, rank: int, **options: Any) -> np.ndarray:
 
 
 SCORE_CASES = [
-    # shard, pitch, columns, sm_scale, initialize, ctas, precision
-    pytest.param(oracle.Shard(1, 4, 128), 32, 15, 1.0, True, 5, "fast", id="w4-p128"),
-    pytest.param(oracle.Shard(2, 4, 128, 8), 48, 16, -0.5, False, 2, "fast", id="w4-p128-compound"),
-    pytest.param(oracle.Shard(1, 2, 128), 64, 4, 1.0, True, 3, "exact", id="w2-p128-narrow-exact"),
-    pytest.param(oracle.Shard(0, 2, 256), 128, 10, 0.25, False, 3, "fast", id="w2-p256"),
+    # shard, pitch, columns, sm_scale, initialize, ctas, precision, index_dtype
+    pytest.param(oracle.Shard(1, 4, 128), 32, 15, 1.0, True, 5, "fast", _FLOAT8, id="w4-p128"),
+    pytest.param(
+        oracle.Shard(2, 4, 128, 8), 48, 16, -0.5, False, 2, "fast", _FLOAT8, id="w4-p128-compound"
+    ),
+    pytest.param(
+        oracle.Shard(1, 2, 128), 64, 4, 1.0, True, 3, "exact", _FLOAT8, id="w2-p128-narrow-exact"
+    ),
+    pytest.param(oracle.Shard(0, 2, 256), 128, 10, 0.25, False, 3, "fast", _FLOAT8, id="w2-p256"),
+    pytest.param(oracle.Shard(1, 4, 128), 32, 15, 1.0, True, 5, "fast", _BF16, id="w4-p128-bf16"),
+    pytest.param(
+        oracle.Shard(1, 2, 256, 8), 144, 10, -0.5, False, 2, "exact", _BF16, id="w2-p256-bf16"
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("shard", "pitch", "columns", "sm_scale", "initialize", "ctas", "precision"), SCORE_CASES
+    ("shard", "pitch", "columns", "sm_scale", "initialize", "ctas", "precision", "index_dtype"),
+    SCORE_CASES,
 )
-def test_scores_are_the_contract(shard, pitch, columns, sm_scale, initialize, ctas, precision):
-    inputs = make_inputs(WINDOW, shard, pitch)
+def test_scores_are_the_contract(
+    shard, pitch, columns, sm_scale, initialize, ctas, precision, index_dtype
+):
+    given = make_inputs(WINDOW, shard, pitch, index_dtype)
     before = np.full((WINDOW.tokens + 3, 4, columns), _UNTOUCHED, np.float32)
     actual = run(
         kernel.prefill_scores,
-        fp8(inputs.query),
-        fp8(inputs.keys),
-        inputs.table,
+        *arrays_of(given),
         WINDOW.plan(ctas),
         before,
         rank=shard.rank,
@@ -148,22 +172,20 @@ def test_scores_are_the_contract(shard, pitch, columns, sm_scale, initialize, ct
         precision=precision,
         target=Target(ctas, interpret=True),
     )
-    plane = reference(WINDOW, inputs, columns, shard, sm_scale=sm_scale, initialize=initialize)
+    plane = reference(WINDOW, given, columns, shard, sm_scale=sm_scale, initialize=initialize)
     oracle.check_scores(actual, before, plane, eps=0.0)
 
 
 @pytest.mark.parametrize("shard", [oracle.Shard(1, 4, 128), oracle.Shard(3, 4, 256)])
 def test_candidates_past_the_causal_prefix_are_hidden(shard):
     """A selection by these counts meets no old value, whatever they claim."""
-    inputs, columns = make_inputs(WINDOW, shard, shard.rows), 12
+    given, columns = make_inputs(WINDOW, shard, shard.rows), 12
     counts = WINDOW.counts() + np.random.default_rng(0).integers(0, 9, WINDOW.tokens)
     counts[:3] = -5, 8192, 2**31 - 1
     before = np.full((WINDOW.tokens, 4, columns), _UNTOUCHED, np.float32)
     actual = run(
         kernel.candidate_scores,
-        fp8(inputs.query),
-        fp8(inputs.keys),
-        inputs.table,
+        *arrays_of(given),
         WINDOW.plan(3),
         before,
         jnp.asarray(counts, jnp.int32),
@@ -175,7 +197,7 @@ def test_candidates_past_the_causal_prefix_are_hidden(shard):
         precision="fast",
         target=Target(3, interpret=True),
     )
-    plane = reference(WINDOW, inputs, columns, shard)
+    plane = reference(WINDOW, given, columns, shard)
     ids = np.arange(columns) * shard.index_scale + shard.index_offset
     candidates = np.broadcast_to((ids < counts[:, None])[:, None], actual.shape)
     scores = plane.scores.astype(np.float32)
@@ -183,11 +205,12 @@ def test_candidates_past_the_causal_prefix_are_hidden(shard):
 
 
 ROW_CASES = [
-    # shard, pitch, forced begin and end, ctas, precision
-    pytest.param(oracle.Shard(3, 4, 128), 32, 0, 1, 4, "fast", id="w4-p128"),
-    pytest.param(oracle.Shard(1, 2, 128, 16), 80, 2, 3, 6, "fast", id="w2-p128-compound"),
-    pytest.param(oracle.Shard(3, 4, 256), 64, 1, 2, 9, "fast", id="w4-p256"),
-    pytest.param(oracle.Shard(2, 4, 128), 32, 1, 2, 3, "exact", id="w4-p128-exact"),
+    # shard, pitch, forced begin and end, ctas, precision, index_dtype
+    pytest.param(oracle.Shard(3, 4, 128), 32, 0, 1, 4, "fast", _FLOAT8, id="w4-p128"),
+    pytest.param(oracle.Shard(1, 2, 128, 16), 80, 2, 3, 6, "fast", _FLOAT8, id="w2-p128-compound"),
+    pytest.param(oracle.Shard(3, 4, 256), 64, 1, 2, 9, "fast", _FLOAT8, id="w4-p256"),
+    pytest.param(oracle.Shard(2, 4, 128), 32, 1, 2, 3, "exact", _FLOAT8, id="w4-p128-exact"),
+    pytest.param(oracle.Shard(2, 4, 128), 32, 1, 2, 5, "fast", _BF16, id="w4-p128-bf16"),
 ]
 # More than 16 blocks, cut over several CTAs; a segment that sees fewer than its positions' blocks.
 LONG_WINDOW = Window([6, 20, 2], [5000, 300, 0], [5006, 200, 2], tail=3)
@@ -214,7 +237,7 @@ def rows_of(*arrays: Any, forced: tuple[int, int], scale: int, offset: int, **op
     return found, scores
 
 
-def run_rows(window, inputs, shard, forced, ctas, precision, counts):
+def run_rows(window, given, shard, forced, ctas, precision, counts):
     """(rows, scores) of the kernel, checked against the selection of the oracle's scores."""
     before = np.full((4, window.tokens + 2, 33), 77, np.int32)
     call = functools.partial(
@@ -229,9 +252,9 @@ def run_rows(window, inputs, shard, forced, ctas, precision, counts):
         enable_pdl=False,
         target=Target(ctas, interpret=True),
     )
-    arrays = (fp8(inputs.query), fp8(inputs.keys), inputs.table, window.plan(ctas), counts, before)
+    arrays = (*arrays_of(given), window.plan(ctas), counts, before)
     rows, scores = race_free.run(lambda rank, *given: call(*given, rank=rank), shard.rank, *arrays)
-    plane = reference(window, inputs, _COLUMNS, shard)
+    plane = reference(window, given, _COLUMNS, shard)
     expected = oracle.select(
         plane.scores.astype(np.float32),
         counts,
@@ -244,12 +267,16 @@ def run_rows(window, inputs, shard, forced, ctas, precision, counts):
     return scores, plane
 
 
-@pytest.mark.parametrize(("shard", "pitch", "begin", "end", "ctas", "precision"), ROW_CASES)
-def test_rows_are_the_selection_of_the_scores(shard, pitch, begin, end, ctas, precision):
-    inputs = make_inputs(LONG_WINDOW, shard, pitch)
-    inputs.query[LONG_WINDOW.tokens // 2] = 0  # all scores tie
+@pytest.mark.parametrize(
+    ("shard", "pitch", "begin", "end", "ctas", "precision", "index_dtype"), ROW_CASES
+)
+def test_rows_are_the_selection_of_the_scores(
+    shard, pitch, begin, end, ctas, precision, index_dtype
+):
+    given = make_inputs(LONG_WINDOW, shard, pitch, index_dtype)
+    given.query[LONG_WINDOW.tokens // 2] = 0  # all scores tie
     counts = LONG_WINDOW.counts()
-    run_rows(LONG_WINDOW, inputs, shard, (begin, end), ctas, precision, counts)
+    run_rows(LONG_WINDOW, given, shard, (begin, end), ctas, precision, counts)
 
 
 QUICK_CASES = [
@@ -266,18 +293,18 @@ def test_negative_scores_that_cannot_win_are_no_matter(monkeypatch, shard, begin
     """Two steps together with integer maxima: other negative scores, but the same rows."""
     monkeypatch.setitem(config.CONFIGS, "fast", replace(config.FAST, min_quick_steps=0))
     window, rng = QUICK_WINDOW, np.random.default_rng(3)
-    inputs = make_inputs(window, shard, shard.rows)
-    table = np.resize(rng.permutation(_PAGES), inputs.table.shape[1])
-    inputs.table[:] = np.where(rng.random(inputs.table.shape) < 0.03, -1, table)
+    given = make_inputs(window, shard, shard.rows)
+    table = np.resize(rng.permutation(_PAGES), given.table.shape[1])
+    given.table[:] = np.where(rng.random(given.table.shape) < 0.03, -1, table)
     query = rng.integers(1, 4, (window.tokens, 4, 128))
     keys = rng.integers(-1, 5, (_PAGES, shard.rows, 128))
     below = np.unique(table[first:_PAGES:3])
     keys[below] = rng.integers(-4, 0, keys[below].shape)
-    inputs.query[:], inputs.keys[:] = oracle.e4m3_encode(query), oracle.e4m3_encode(keys)
-    inputs.keys[5, 3] = 0xFF
+    given.query[:], given.keys[:] = oracle.e4m3_encode(query), oracle.e4m3_encode(keys)
+    given.keys[5, 3] = 0xFF
     counts = window.counts()
     counts[3] = 46  # fewer than are seen
-    scores, plane = run_rows(window, inputs, shard, (begin, end), 1, "fast", counts)
+    scores, plane = run_rows(window, given, shard, (begin, end), 1, "fast", counts)
     ids = np.arange(_COLUMNS) * shard.index_scale + shard.index_offset
     candidates = np.broadcast_to((ids < counts[:, None])[:, None], scores.shape)
     differ = candidates & (scores != plane.scores)

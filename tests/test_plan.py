@@ -266,11 +266,11 @@ def test_what_was_chosen_is_seen(caplog: pytest.LogCaptureFixture) -> None:
     """In the plan's repr, and in one line when it is prepared."""
     with caplog.at_level("INFO", logger="msa_icp_jax"):
         plan = prepare(backend="xla", precision="exact")
-    for shown in ("backend='xla'", "prefill_backend='xla'", "precision='exact'", "transport="):
+    for shown in ("backend='xla'", "precision='exact'", "transport="):
         assert shown in repr(plan)
     (record,) = caplog.records
     assert record.levelname == "INFO"
-    assert "backend xla, prefill backend xla, precision exact, transport" in record.getMessage()
+    assert "backend xla, precision exact, transport" in record.getMessage()
 
 
 def test_precision_means_nothing_to_xla() -> None:

@@ -22,7 +22,6 @@ torch = pytest.importorskip("torch", reason="torch is not installed (extra torch
 
 import torch_inputs  # noqa: E402
 from torch_inputs import (  # noqa: E402
-    CPU,
     Group,
     decode_step,
     outputs,
@@ -32,7 +31,7 @@ from torch_inputs import (  # noqa: E402
     prepare,
 )
 
-from msa_icp_torch import pages, routes  # noqa: E402
+from msa_icp_torch import pages  # noqa: E402
 
 BF16 = "bfloat16"
 LENGTHS = [300, 0, 4000, 1]
@@ -116,15 +115,7 @@ def test_the_base_buffer_counts_in_bytes_of_bfloat16():
         pages.base_of(view)
 
 
-def test_there_is_no_direct_route_without_kernels(monkeypatch):
-    hopper = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert routes.choose_route("auto", "auto", hopper, BF16) == "dlpack"
-    refused = r'route must be .* where index_dtype is "bfloat16" .* got "direct"'
-    with pytest.raises(ValueError, match=refused):
-        routes.choose_route("direct", "auto", hopper, BF16)
-    with pytest.raises(ValueError, match=r'backend must be "auto" or "xla" where index_dtype'):
-        prepare(2, 128, 0, index_dtype=BF16, backend="mosaic", device=CPU)
+def test_other_dtypes_are_refused_by_name():
     with pytest.raises(ValueError, match="index_dtype must be one of 'float8_e4m3fn', 'bfloat16'"):
         prepare(2, 128, 0, index_dtype="float16")
 

@@ -118,9 +118,11 @@ def set_bases(plan: Any, comm: Any) -> None:
         bases[plan.rank] = own.data_ptr()
 
 
-def test_one_sided_decode_is_three_launches(launched):
-    plan = prepare()
-    step, comm = decode_step(plan, random_decode(LENGTHS, 2, 128)), plan.init_comm()
+@pytest.mark.parametrize("index_dtype", ["float8_e4m3fn", "bfloat16"])
+def test_one_sided_decode_is_three_launches(launched, index_dtype):
+    plan = prepare(index_dtype=index_dtype)
+    case = random_decode(LENGTHS, 2, 128, index_dtype=index_dtype)
+    step, comm = decode_step(plan, case), plan.init_comm()
     set_bases(plan, comm)
     for tagged in (False, True):
         for slot in range(3):
@@ -583,10 +585,13 @@ def test_rows_that_were_not_sent_are_no_rows_of_an_earlier_call(launched, monkey
 
 @pytest.mark.parametrize("tokens", [128, 97])
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("precision", ["fast", "exact"])
-def test_prefill_is_bound_to_the_callers_memory(launched, tokens, fused, precision):
-    plan = prepare(4, 256, 1, precision=precision)
-    case = random_prefill(SEGMENTS, tokens, 256)
+@pytest.mark.parametrize(
+    ("precision", "index_dtype"),
+    [("fast", "float8_e4m3fn"), ("exact", "float8_e4m3fn"), ("exact", "bfloat16")],
+)
+def test_prefill_is_bound_to_the_callers_memory(launched, tokens, fused, precision, index_dtype):
+    plan = prepare(4, 256, 1, precision=precision, index_dtype=index_dtype)
+    case = random_prefill(SEGMENTS, tokens, 256, index_dtype=index_dtype)
     step = prefill_window(plan, case)
     bounds = {"total_q": tokens, "max_query_len": tokens, "max_seq_len": 8192}
     window_plan = plan.prefill_window_plan(*step.lengths, **bounds)
@@ -604,7 +609,8 @@ def test_prefill_is_bound_to_the_callers_memory(launched, tokens, fused, precisi
     assert len(launched.kernels) <= 2
     assert step.carrier.data_ptr() in launched.kernels[-1]
     scorer = launched.kernels[0]
-    copies = tokens % 64 or precision == "exact"
+    converts = precision == "exact" and index_dtype == "float8_e4m3fn"
+    copies = tokens % 64 or converts
     assert (scorer[1] == step.query.data_ptr()) == (not copies)
     if copies:
         scratch = next(
@@ -612,7 +618,7 @@ def test_prefill_is_bound_to_the_callers_memory(launched, tokens, fused, precisi
             for (name, *_), x in plan._route._buffers.items()
             if isinstance(name, tuple) and x.data_ptr() == scorer[1]
         )
-        assert scratch.dtype == (torch.float16 if precision == "exact" else torch.float8_e4m3fn)
+        assert scratch.dtype == (torch.float16 if converts else step.query.dtype)
         used = step.query.numel()
         flat = scratch.view(-1)[:used].float()
         assert torch.equal(flat.nan_to_num(), step.query.view(-1).float().nan_to_num())
@@ -687,10 +693,10 @@ def same_window_plan(found: window.WindowPlan, want: MSAIcpScorePlan) -> None:
     assert found.num_segments == want.num_segments
     leaves = zip(window.leaves(found).values(), jax.tree.leaves(want), strict=True)
     for mine, theirs in leaves:
-        mine = mine.view(torch.uint8) if mine.dtype == torch.float8_e4m3fn else mine
         theirs = np.asarray(theirs)
-        theirs = theirs.view(np.uint8) if theirs.dtype.itemsize == 1 else theirs
-        assert mine.is_contiguous()
+        assert mine.is_contiguous() and str(mine.dtype) == f"torch.{theirs.dtype}"
+        if mine.dtype != torch.int32:
+            mine, theirs = mine.view(torch.uint8), theirs.view(np.uint8)
         np.testing.assert_array_equal(mine.numpy(), theirs, strict=True)
 
 
@@ -816,10 +822,17 @@ def test_a_new_comm_is_refused_inside_a_capture(launched, monkeypatch):
         plan.decode(*step, comm=comm, slot=0, tagged=False, decode_query_len=2)
 
 
-@pytest.mark.parametrize(("one_sided", "fused"), [(False, None), (True, False), (True, True)])
-def test_warmup_is_all_that_a_capture_needs(launched, monkeypatch, one_sided, fused):
-    plan = prepare(max_num_batched_tokens=64, max_num_seqs=4)
-    case = random_decode(LENGTHS, 2, 128, width=16)
+@pytest.mark.parametrize(
+    ("one_sided", "fused", "index_dtype"),
+    [
+        (False, None, "float8_e4m3fn"),
+        (True, False, "bfloat16"),
+        (True, True, "float8_e4m3fn"),
+    ],
+)
+def test_warmup_is_all_that_a_capture_needs(launched, monkeypatch, one_sided, fused, index_dtype):
+    plan = prepare(max_num_batched_tokens=64, max_num_seqs=4, index_dtype=index_dtype)
+    case = random_decode(LENGTHS, 2, 128, width=16, index_dtype=index_dtype)
     step, comm = decode_step(plan, case), plan.init_comm()
     if one_sided:
         set_bases(plan, comm)
@@ -829,8 +842,9 @@ def test_warmup_is_all_that_a_capture_needs(launched, monkeypatch, one_sided, fu
         torch.zeros(shape, dtype=torch.uint8) if fused else None
         for shape in (plan.decode_pool_shape(), plan.prefill_pool_shape())
     ]
+    segments = [(20, 0, 20)] * 3 + [(4, 0, 4)]
     ragged = prefill_window(
-        plan, random_prefill([(20, 0, 20)] * 3 + [(4, 0, 4)], 64, 128, width=16)
+        plan, random_prefill(segments, 64, 128, width=16, index_dtype=index_dtype)
     )
     bounds = {"total_q": 64, "max_query_len": 64, "max_seq_len": 8192}
     compiled = len(launched.compiled)
@@ -876,13 +890,14 @@ def test_unaligned_tensors_are_refused_by_name(launched):
     assert not launched.kernels
 
 
-def test_compound_pages_are_bound_by_their_base(launched):
-    plan = prepare(4, 128)
-    case = random_decode(LENGTHS, 2, 128)
+@pytest.mark.parametrize("index_dtype", ["float8_e4m3fn", "bfloat16"])
+def test_compound_pages_are_bound_by_their_base(launched, index_dtype):
+    plan = prepare(4, 128, index_dtype=index_dtype)
+    case = random_decode(LENGTHS, 2, 128, index_dtype=index_dtype)
     view = torch_inputs.strided_keys(oracle.shard_cache(case.cache.keys, 4)[0], 352, 64)
     step, comm = decode_step(plan, case, view), plan.init_comm()
     plan.decode(*step, comm=comm, slot=0, tagged=False, decode_query_len=2)
-    assert launched.kernels[0][2] == view.data_ptr() - 64 * 128
+    assert launched.kernels[0][2] == view.data_ptr() - 64 * 128 * view.element_size()
 
 
 # ---- choice of the route ----

@@ -30,8 +30,6 @@ from msa_icp_jax.ops.merge import kernel as merge
 from msa_icp_jax.ops.prefill_plan.balance import prefill_work
 from msa_icp_jax.ops.select import kernel as select
 
-_FLOAT8 = jnp.float8_e4m3fn
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Facts:
@@ -99,6 +97,13 @@ class Facts:
         """A score plane."""
         return _array(tokens, NUM_HEADS, self.geometry.score_columns, dtype=jnp.float32)
 
+    def queries_and_keys(
+        self, tokens: int, pages: tuple[int, ...]
+    ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Index queries, and index keys in buffers of whole pages of this shape."""
+        dtype = jnp.dtype(self.geometry.index_dtype)
+        return _array(tokens, NUM_HEADS, HEAD_DIM, dtype=dtype), _array(*pages, dtype=dtype)
+
     def output(self, tokens: int) -> jax.ShapeDtypeStruct:
         """The ids of the owned heads."""
         return _array(tokens, self.geometry.heads_per_rank, TOPK)
@@ -139,12 +144,10 @@ class Batch:
         """T."""
         return self.requests * self.query_len
 
-    @property
-    def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def arrays(self, facts: Facts) -> tuple[jax.ShapeDtypeStruct, ...]:
         """index_q, index_k, block_table, seq_lens."""
         return (
-            _array(self.tokens, NUM_HEADS, HEAD_DIM, dtype=_FLOAT8),
-            _array(*self.pages, dtype=_FLOAT8),
+            *facts.queries_and_keys(self.tokens, self.pages),
             _array(self.requests, self.table_width),
             _array(self.requests),
         )
@@ -169,7 +172,7 @@ def decode_scores(facts: Facts, batch: Batch, pdl: bool) -> Lowered:
     def run(*arrays: Any) -> Any:
         return msa_icp_decode_index_score_sharded(*arrays, **options)
 
-    return facts.lower(run, *batch.arrays, facts.plane(batch.tokens))
+    return facts.lower(run, *batch.arrays(facts), facts.plane(batch.tokens))
 
 
 @functools.cache
@@ -183,7 +186,8 @@ def decode_local(facts: Facts, batch: Batch, pdl: bool) -> Lowered:
         options: dict[str, Any] = {"decode_query_len": batch.query_len, "enable_pdl": pdl}
         return facts.plan.decode_local(*arrays, fused=False, **options)[0]
 
-    return facts.lower(run, *batch.arrays, _array(batch.tokens), facts.plane(batch.tokens))
+    arrays = batch.arrays(facts)
+    return facts.lower(run, *arrays, _array(batch.tokens), facts.plane(batch.tokens))
 
 
 @functools.cache
@@ -288,15 +292,14 @@ class Window:
     pages: tuple[int, ...]
     table_width: int
 
-    def arrays(self, target: Target) -> tuple[Any, ...]:
+    def arrays(self, facts: Facts) -> tuple[Any, ...]:
         """query, index_k, block_table, and the window plan; its bounds decide nothing here."""
         lengths: Any = _array(self.segments)
         plan = MSAIcpScorePlan(lengths, lengths, lengths, lengths, self.total_q, 0, 0)
         with aot.on_cpu():
-            work = jax.eval_shape(functools.partial(prefill_work, ctas=target.sms), plan)
+            work = jax.eval_shape(functools.partial(prefill_work, ctas=facts.target.sms), plan)
         return (
-            _array(self.tokens, NUM_HEADS, HEAD_DIM, dtype=_FLOAT8),
-            _array(*self.pages, dtype=_FLOAT8),
+            *facts.queries_and_keys(self.tokens, self.pages),
             _array(self.segments, self.table_width),
             dataclasses.replace(plan, work=work),
         )
@@ -319,7 +322,7 @@ def prefill_local(facts: Facts, window: Window, carrier_tokens: int, fused: bool
 
     plane = [] if fused else [facts.plane(window.tokens)]
     carrier = _array(NUM_HEADS, carrier_tokens, rows.ROW_WORDS)
-    arrays = window.arrays(facts.target)
+    arrays = window.arrays(facts)
     return facts.lower(run, *arrays, _array(window.tokens), carrier, *plane)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import msa_icp_jax
 from msa_icp_jax import IndexerGeometry, MSAIcpScorePlan, checks
-from msa_icp_jax.geometry import MAX_INT32, NUM_SLOTS, check_index_dtype
+from msa_icp_jax.geometry import MAX_INT32, NUM_SLOTS
 from msa_icp_jax.typing import Backend, IndexDtype, Precision, ResolvedRoute, Route
 from msa_icp_torch import calls, exchange
 from msa_icp_torch.arguments import Arguments
@@ -64,8 +64,7 @@ def prepare_msa_icp_indexer(
         else dlpack; a Hopper GPU that has to do without warns once).
       group: the process group of the exchange; None is the default group.
       spin_limit: looks at a row before a wait of the one-sided transport gives up, >= 1.
-      index_dtype: of index keys and queries, "float8_e4m3fn" or "bfloat16"; for the latter the
-        prefill scorer has no Mosaic kernel yet, so there is no direct route.
+      index_dtype: of index keys and queries, "float8_e4m3fn" or "bfloat16".
 
     Raises:
       TypeError, ValueError: an argument is outside its range.
@@ -76,7 +75,7 @@ def prepare_msa_icp_indexer(
     exchange.check_kind(group)
     device = with_index(device)
     bridge = None
-    if choose_route(route, backend, device, check_index_dtype(index_dtype)) == "direct":
+    if choose_route(route, backend, device) == "direct":
         backend = "mosaic"
     else:
         bridge = Bridge(device)

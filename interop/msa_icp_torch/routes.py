@@ -9,35 +9,27 @@ from typing import Any, get_args
 import torch
 
 from msa_icp_jax import checks
-from msa_icp_jax.backend import BACKENDS, PREFILL_KERNEL_DTYPES
-from msa_icp_jax.typing import Backend, IndexDtype, ResolvedRoute, Route
+from msa_icp_jax.backend import BACKENDS
+from msa_icp_jax.typing import Backend, ResolvedRoute, Route
 from msa_icp_torch import calls
 from msa_icp_torch.bridge import is_rocm
 
 
-def choose_route(
-    route: Route, backend: Backend, device: torch.device, index_dtype: IndexDtype = "float8_e4m3fn"
-) -> ResolvedRoute:
+def choose_route(route: Route, backend: Backend, device: torch.device) -> ResolvedRoute:
     """Returns "direct" or "dlpack" for "auto", "dlpack" or "direct".
 
     Raises:
       ValueError: `route` or `backend` is none of its three, or direct is asked of another backend
-        or device, or for index keys that there are no kernels for.
+        or device.
       RuntimeError: direct is asked where JAX's CUDA plugin is not as expected.
     """
     checks.one_of("route", route, get_args(Route))
     checks.one_of("backend", backend, BACKENDS)
-    has_kernels = index_dtype in PREFILL_KERNEL_DTYPES
-    may_be_direct = backend != "xla" and device.type == "cuda" and has_kernels
+    may_be_direct = backend != "xla" and device.type == "cuda"
     if route == "dlpack" or (route == "auto" and not may_be_direct):
         return "dlpack"
     if backend == "xla":
         raise ValueError('route must be "auto" or "dlpack" where backend is "xla", got "direct"')
-    if not has_kernels:
-        raise ValueError(
-            f'route must be "auto" or "dlpack" where index_dtype is "{index_dtype}" (the kernels '
-            f'take {" or ".join(PREFILL_KERNEL_DTYPES)}), got "direct"'
-        )
     if not _is_hopper(device):
         if route == "auto":
             return "dlpack"

@@ -48,15 +48,17 @@ class _Torch:
         self.arange = functools.partial(torch.arange, device=device)
 
 
-def hidden_keys(device: torch.device) -> torch.Tensor:
-    """NaN keys: float8_e4m3fn [128, 128], loaded in place of pages that cannot be read."""
-    codes = torch.full((HEAD_DIM, HEAD_DIM), 0x7F, dtype=torch.uint8, device=device)
-    return codes.view(torch.float8_e4m3fn)
+def hidden_keys(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """NaN keys, float8_e4m3fn and bfloat16 [128, 128], loaded in place of unreadable pages."""
+    shape = (HEAD_DIM, HEAD_DIM)
+    codes = torch.full(shape, 0x7F, dtype=torch.uint8, device=device)
+    wide = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device)
+    return codes.view(torch.float8_e4m3fn), wide
 
 
 def build(
     lengths: tuple[torch.Tensor, ...],
-    hidden: torch.Tensor,
+    hidden: tuple[torch.Tensor, torch.Tensor],
     *,
     ctas: int,
     **bounds: Any,
@@ -69,13 +71,13 @@ def build(
     qo_segment_lens = lengths[0]
     sums = qo_segment_lens.clamp(0, MAX_SUM).cumsum(0, dtype=torch.int64).clamp(max=MAX_SUM)
     starts = torch.cat([sums.new_zeros(1), sums])[:-1].to(torch.int32)
-    xp = _Torch(hidden.device)
+    xp = _Torch(qo_segment_lens.device)
     plan = WindowPlan(*prefill_plan.within(starts, *lengths, **bounds, xp=xp), **bounds)
     if plan.num_segments == 0:
         return plan
     ranges, tiles, tile_of = balance.work_tables(plan, ctas, xp)
     keys: Any = hidden
-    return dataclasses.replace(plan, work=PrefillWork(ranges, tiles, tile_of, keys))
+    return dataclasses.replace(plan, work=PrefillWork(ranges, tiles, tile_of, *keys))
 
 
 def leaves(plan: Any) -> dict[str, torch.Tensor]:

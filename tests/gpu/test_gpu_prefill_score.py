@@ -24,6 +24,10 @@ from msa_icp_jax.ops.prefill_score import config, kernel
 from msa_icp_jax.ops.select.kernel import select_rows
 
 _EPS = {"fast": 2**-10, "exact": 2**-17}
+_FLOAT8, _BF16 = "float8_e4m3fn", "bfloat16"
+_FORMS = pytest.mark.parametrize(
+    ("precision", "index_dtype"), [("fast", _FLOAT8), ("exact", _FLOAT8), ("fast", _BF16)]
+)
 _SHARDS = [(4, 128), (2, 128), (4, 256), (2, 256)]
 # Query tokens, first position, keys: prefix hits, nothing, a whole prompt, a lone late token.
 _QO, _OFFSET, _KV = [3, 0, 70, 1, 150], [600, 0, 0, 19999, 5000], [700, 50, 70, 20000, 5100]
@@ -139,19 +143,42 @@ def _scores(
     return actual, before, plane
 
 
-@pytest.mark.parametrize("precision", ["fast", "exact"])
+@_FORMS
 @pytest.mark.parametrize(("world_size", "page_size"), _SHARDS)
-def test_integer_scores_are_bit_exact(world_size, page_size, precision):
+def test_integer_scores_are_bit_exact(world_size, page_size, precision, index_dtype):
     rng = np.random.default_rng(page_size)
     shard = oracle.Shard(world_size - 1, world_size, page_size)
-    queries = inputs.integer_queries(rng, sum(_QO) + _TAIL)
-    keys = inputs.integer_keys(rng, 300, shard.rows)
+    queries = inputs.integer_queries(rng, sum(_QO) + _TAIL, index_dtype)
+    keys = inputs.integer_keys(rng, 300, shard.rows, index_dtype)
     actual, before, plane = _scores(shard, queries, keys, 161, precision)
     oracle.check_scores(actual, before, plane, 0.0)
 
 
-@pytest.mark.parametrize("precision", ["fast", "exact"])
-@pytest.mark.parametrize("make", [inputs.normal_bytes, inputs.two_scale_bytes])
+@pytest.mark.parametrize(("world_size", "page_size"), _SHARDS)
+def test_infinities_are_values_and_their_nan_products_are_skipped(world_size, page_size):
+    """Of single queries: infinity times zero, and sums of both infinities."""
+    rng = np.random.default_rng(page_size)
+    shard = oracle.Shard(world_size - 1, world_size, page_size)
+    queries = inputs.integer_queries(rng, sum(_QO) + _TAIL, _BF16)
+    keys = inputs.integer_keys(rng, 300, shard.rows, _BF16)
+    for element, infinity in ((6, 0x7F80), (7, 0xFF80), (8, 0x7F80)):
+        keys[rng.random(keys.shape[:2]) < 0.01, element] = infinity
+    queries[5, 2, 9] = 0x7F80
+    actual, before, plane = _scores(shard, queries, keys, 160, "fast", initialize=False)
+    assert np.isposinf(plane.scores).any()
+    oracle.check_scores(actual, before, plane, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "precision"),
+    [
+        (inputs.normal_bytes, "fast"),
+        (inputs.normal_bytes, "exact"),
+        (inputs.two_scale_bytes, "fast"),
+        (inputs.two_scale_bytes, "exact"),
+        (inputs.normal_bfloat16, "exact"),
+    ],
+)
 def test_sums_are_as_precise_as_promised(make, precision):
     rng = np.random.default_rng(3)
     shard = oracle.Shard(1, 4, 128)
@@ -163,11 +190,13 @@ def test_sums_are_as_precise_as_promised(make, precision):
     oracle.check_scores(actual, before, plane, _EPS[precision])
 
 
-def test_compound_pages():
+@pytest.mark.parametrize("index_dtype", [_FLOAT8, _BF16])
+def test_compound_pages(index_dtype):
     rng = np.random.default_rng(4)
     shard = oracle.Shard(3, 4, 128, row_offset=288)
-    queries = inputs.integer_queries(rng, sum(_QO) + _TAIL)
-    keys = oracle.compound_cache(inputs.integer_keys(rng, 300, shard.rows), 352, 288)
+    queries = inputs.integer_queries(rng, sum(_QO) + _TAIL, index_dtype)
+    keys = inputs.integer_keys(rng, 300, shard.rows, index_dtype)
+    keys = oracle.compound_cache(keys, 352, 288)
     actual, before, plane = _scores(shard, queries, keys, 160, "fast", initialize=False)
     oracle.check_scores(actual, before, plane, 0.0)
 
@@ -261,7 +290,7 @@ def test_rows_are_the_selection_of_the_kernels_own_scores(world_size, page_size,
     np.testing.assert_array_equal(actual[:, tokens:], before[:, tokens:])
 
 
-@pytest.mark.parametrize("form", ["fast", "exact", "quick"])
+@pytest.mark.parametrize("form", ["fast", "exact", "quick", "bfloat16"])
 @pytest.mark.parametrize(("world_size", "page_size"), _SHARDS)
 def test_rows_of_a_large_window(monkeypatch, world_size, page_size, form):
     """Every CTA has a share: 4,160 tokens of three segments. Quick: steps are taken two by two."""
@@ -274,8 +303,8 @@ def test_rows_of_a_large_window(monkeypatch, world_size, page_size, form):
     qo, offset, kv = [3000, 60, 1100], [30000, 0, 12345], [33000, 60, 13445]
     tokens, scale = sum(qo), shard.index_scale
     columns = -(-max(kv) // page_size)
-    keys = inputs.normal_bytes(rng, (600, shard.rows, 128))
-    queries = inputs.normal_bytes(rng, (tokens, 4, 128))
+    make = inputs.normal_bfloat16 if form == "bfloat16" else inputs.normal_bytes
+    keys, queries = make(rng, (600, shard.rows, 128)), make(rng, (tokens, 4, 128))
     if form == "quick":  # whole pages of negative scores, others of positive ones, a NaN key
         queries &= 0x7F
         keys[::3] |= 0x80

@@ -43,6 +43,7 @@ GPU = torch.device("cuda", 0)
 LENGTHS = [300, 0, 4000, 1]
 SEGMENTS = [(40, 260, 300), (0, 0, 0), (57, 0, 57)]
 SPIN_LIMIT = 1 << 24  # some ten seconds
+DTYPES = pytest.mark.parametrize("index_dtype", ["float8_e4m3fn", "bfloat16"])
 
 
 def make_group(world_size: int, page_size: int, route: str = "direct", **changes: Any) -> Group:
@@ -143,11 +144,12 @@ def self_exchange(monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "page_size"), GROUPS)
-def test_one_sided_decode_through_all_slots(world_size, page_size):
+@DTYPES
+def test_one_sided_decode_through_all_slots(world_size, page_size, index_dtype):
     """Legacy and tagged, each with a count of its own, as layers share the slots."""
-    group = make_group(world_size, page_size)
-    ranks, plan = OneSided(group), make_plan(world_size, page_size)
-    case = random_decode(LENGTHS, 2, page_size)
+    group = make_group(world_size, page_size, index_dtype=index_dtype)
+    ranks, plan = OneSided(group), make_plan(world_size, page_size, index_dtype=index_dtype)
+    case = random_decode(LENGTHS, 2, page_size, index_dtype=index_dtype)
     for slot in range(7):
         for tagged in (False, True):
             steps = [decode_step(plan, case) for plan in group.plans]
@@ -198,13 +200,14 @@ def test_a_peer_that_never_comes_is_given_up(tagged):
 
 
 @pytest.mark.parametrize("tagged", [False, True])
-def test_the_collective_decode_is_the_dlpack_route_bit_for_bit(local_groups, tagged):
+@DTYPES
+def test_the_collective_decode_is_the_dlpack_route_bit_for_bit(local_groups, tagged, index_dtype):
     """Output, scores and the whole receive storage, faults included."""
     page_size = 256 if tagged else 128
-    case = random_decode(LENGTHS, 2, page_size)
+    case = random_decode(LENGTHS, 2, page_size, index_dtype=index_dtype)
     found = {}
     for route in ("direct", "dlpack"):
-        group = make_group(2, page_size, route)
+        group = make_group(2, page_size, route, index_dtype=index_dtype)
         comm = group.comms[1]
         comm.recv[1, 0, 1, 3, 32] = 1  # a row that was not merged
         for name in ("publish_generations", "expected_generations"):
@@ -224,11 +227,12 @@ def test_the_collective_decode_is_the_dlpack_route_bit_for_bit(local_groups, tag
 
 
 @pytest.mark.parametrize("tagged", [False, True])
-def test_captured_decodes_replay_with_new_data(tagged):
+@DTYPES
+def test_captured_decodes_replay_with_new_data(tagged, index_dtype):
     """Three layers in a graph of each rank: nothing but the tensors' values changes."""
-    group = make_group(2, 128)
-    ranks, plan = OneSided(group), make_plan(2, 128)
-    case = random_decode(LENGTHS, 2, 128)
+    group = make_group(2, 128, index_dtype=index_dtype)
+    ranks, plan = OneSided(group), make_plan(2, 128, index_dtype=index_dtype)
+    case = random_decode(LENGTHS, 2, 128, index_dtype=index_dtype)
     steps = [decode_step(plan, case) for plan in group.plans]
     layers = 3
     outputs = [[torch.empty_like(step.output) for _ in range(layers)] for step in steps]
@@ -246,7 +250,7 @@ def test_captured_decodes_replay_with_new_data(tagged):
                 )
     for seed in range(5):
         lengths = [(n * (seed + 1)) % 4500 for n in LENGTHS]
-        new = random_decode(lengths, 2, 128, seed=seed)
+        new = random_decode(lengths, 2, 128, seed=seed, index_dtype=index_dtype)
         for rank_plan, step in zip(group.plans, steps, strict=True):
             for old, fresh in zip(step[:5], decode_step(rank_plan, new)[:5], strict=True):
                 old.view(torch.uint8).copy_(fresh.view(torch.uint8))
@@ -559,10 +563,12 @@ def test_ten_thousand_repeats_leak_nothing(dropped):
     ("world_size", "page_size", "tokens"),
     [(2, 128, 128), (2, 256, 97), (4, 128, 97), (4, 256, 128)],
 )
-def test_prefill(world_size, page_size, tokens):
+@DTYPES
+def test_prefill(world_size, page_size, tokens, index_dtype):
     """Scored and fused; a whole number of tiles, and not."""
-    group, plan = make_group(world_size, page_size), make_plan(world_size, page_size)
-    case = random_prefill(SEGMENTS, tokens, page_size)
+    group = make_group(world_size, page_size, index_dtype=index_dtype)
+    plan = make_plan(world_size, page_size, index_dtype=index_dtype)
+    case = random_prefill(SEGMENTS, tokens, page_size, index_dtype=index_dtype)
     pool_shape = group.plans[0].prefill_pool_shape()
     for fused in (False, True):
         windows = [prefill_window(rank_plan, case) for rank_plan in group.plans]
@@ -596,12 +602,14 @@ def test_prefill_is_the_dlpack_route_bit_for_bit_in_fast_precision():
         assert torch.equal(mine.view(torch.int32), theirs.view(torch.int32))
 
 
-def test_a_captured_prefill_replays_with_new_data():
+@DTYPES
+def test_a_captured_prefill_replays_with_new_data(index_dtype):
     """The window plan is built inside the graph, from lengths that change."""
-    group, plan = make_group(2, 128), make_plan(2, 128)
+    group = make_group(2, 128, index_dtype=index_dtype)
+    plan = make_plan(2, 128, index_dtype=index_dtype)
     rank_plan = group.plans[1]
     cases = [
-        random_prefill(segments, 128, 128, seed=seed)
+        random_prefill(segments, 128, 128, seed=seed, index_dtype=index_dtype)
         for seed, segments in enumerate(
             [SEGMENTS, [(100, 0, 100), (5, 900, 905), (23, 40, 63)], [(0, 0, 0)] * 3]
         )

@@ -55,12 +55,18 @@ class PrefillWork(NamedTuple):
       tiles: int32 [n = ceil(total_q / 64) + B, TILE_FIELDS]; the unused tail is never reached.
       tile_of: int32 [max(total_q, 1)], the tile of each query row, -1 for rows of no segment.
       hidden: float8_e4m3fn [128, 128], NaN keys, loaded in place of pages that cannot be read.
+      hidden_bfloat16: bfloat16 [128, 128], the same in place of pages of that type.
     """
 
     ranges: jax.Array
     tiles: jax.Array
     tile_of: jax.Array
     hidden: jax.Array
+    hidden_bfloat16: jax.Array
+
+    def hidden_keys(self, dtype: Any) -> jax.Array:
+        """NaN keys of a cache's type."""
+        return self.hidden_bfloat16 if dtype == jnp.bfloat16 else self.hidden
 
 
 def prefill_work(plan: MSAIcpScorePlan, ctas: int) -> PrefillWork:
@@ -72,12 +78,11 @@ def prefill_work(plan: MSAIcpScorePlan, ctas: int) -> PrefillWork:
       ValueError: as `work_tables` does.
     """
     ranges, tiles, tile_of = work_tables(plan, ctas, jnp)
-    return PrefillWork(
-        ranges=ranges,
-        tiles=tiles,
-        tile_of=tile_of,
-        hidden=jnp.full((HEAD_DIM, HEAD_DIM), jnp.nan, jnp.float8_e4m3fn),
+    hidden = (
+        jnp.full((HEAD_DIM, HEAD_DIM), jnp.nan, dtype)
+        for dtype in (jnp.float8_e4m3fn, jnp.bfloat16)
     )
+    return PrefillWork(ranges, tiles, tile_of, *hidden)
 
 
 def work_tables(plan: MSAIcpScorePlan, ctas: int, xp: Namespace) -> tuple[Any, Any, Any]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from msa_icp_jax import checks, geometry, rows
-from msa_icp_jax.backend import check_precision, resolve_prefill_backend, takes_mosaic
+from msa_icp_jax.backend import check_precision, takes_mosaic
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import BLOCK_SIZE, HEAD_DIM, MAX_SELECT_COLUMNS, NUM_HEADS, PAGE_SIZES
 from msa_icp_jax.ops.index_cache import check_index_k
@@ -62,7 +62,7 @@ def msa_icp_index_score_sharded(
       enable_pdl: let the kernel's launch overlap its predecessor's end (Mosaic only).
       backend: "auto", "mosaic" or "xla".
       precision: "exact" (float32 sums of exact products), "fast" (fp8 tensor cores, 2^-10 of the
-        absolute product sum) or "auto" (fast). XLA is always exact.
+        absolute product sum) or "auto" (fast). XLA is always exact, and so is bfloat16.
       row_offset: first row inside a compound page, a multiple of 8.
 
     Returns:
@@ -178,7 +178,6 @@ def score_and_select(
     backend: Backend = "auto",
     precision: Precision = "auto",
     row_offset: int = 0,
-    select_backend: Backend | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`msa_icp_prefill_score_select` on a plane that the selection alone reads.
 
@@ -187,7 +186,6 @@ def score_and_select(
     Args:
       max_score: float32 [>= T, 4, columns] to be written; None: a temporary plane, or in XLA none.
       columns: the candidates are among the first of so many columns.
-      select_backend: of the selection, None: `backend`.
       others: as for `msa_icp_prefill_score_select`.
 
     Returns:
@@ -253,7 +251,7 @@ def score_and_select(
         force_end_blocks=force_end_blocks,
         index_scale=geometry.column_scale(page_size(compact)),
         index_offset=geometry.column_offset(rank, tp, page_size(compact)),
-        backend=backend if select_backend is None else select_backend,
+        backend=backend,
     )
     return carrier, None if max_score is None else scores
 
@@ -316,8 +314,7 @@ class _Stage(NamedTuple):
 def _stage(
     backend: Backend, precision: Precision, enable_pdl: bool, plan: MSAIcpScorePlan, *arrays: Any
 ) -> _Stage:
-    """Queries are the first array."""
-    if not takes_mosaic(resolve_prefill_backend(backend, None, arrays[0].dtype.name), *arrays):
+    if not takes_mosaic(backend, *arrays):
         return _Stage(xla.prefill_scores, _all_scores, xla.prefill_rows)
     if plan.work is None and plan.num_segments:
         raise ValueError(

@@ -16,8 +16,9 @@ Where only a selection reads the plane, negative scores are no matter once every
 that are not negative. From there on a consumer takes integer maxima, half as many instructions, two
 steps together, and finishes and stores those of two steps while it multiplies the next two.
 
-In exact precision another warpgroup converts the keys to float16 on their way to the consumers,
-whose products are then summed in float32; fp8 products are summed in about 14 bits.
+bfloat16 products are summed in float32, fp8 ones in about 14 bits. In exact precision another
+warpgroup converts fp8 keys to float16 on their way to the consumers, which is summed in float32,
+too.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from msa_icp_jax.ops._mosaic.launch import CTA, WARPGROUP, Target
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan.balance import TILE_TOKENS, UNIT_POSITIONS
 from msa_icp_jax.ops.prefill_score import interpret
-from msa_icp_jax.ops.prefill_score.config import CONFIGS, CONSUMERS, Config
+from msa_icp_jax.ops.prefill_score.config import CONSUMERS, Config, config_of
 from msa_icp_jax.ops.prefill_score.maxima import Causal, LaneMaxima, StepPages
 from msa_icp_jax.ops.prefill_score.pieces import MACHINE, Pieces
 from msa_icp_jax.ops.prefill_score.plane import Plane, Rows
@@ -76,14 +77,15 @@ def prefill_scores(
     """Scores of a window, written into `max_score` (in place where that is donated).
 
     Args:
-      q: float8_e4m3fn [T, 4, 128].
-      k: float8_e4m3fn [pages, rows, 128]; this rank's rows of a page start at `row_offset`.
+      q: float8_e4m3fn or bfloat16 [T, 4, 128].
+      k: [pages, rows, 128], the dtype of `q`; this rank's rows of a page start at `row_offset`.
       block_table: int32 [B, width].
       plan: the window's segments and their work list, with total_q <= T.
       max_score: float32 [>= T, 4, K].
       rank: int or traced int32 scalar.
       world_size, page_size, row_offset, sm_scale, initialize, enable_pdl: as in the contract.
-      precision: "fast" (fp8 products, about 14 bits) or "exact" (float32 sums).
+      precision: "fast" (fp8 products, about 14 bits) or "exact" (float32 sums, as of bfloat16 in
+        either).
       target: the machine to build for.
     """
     steps = _Steps(world_size, page_size, row_offset, q.shape[0], max_score.shape[2])
@@ -91,7 +93,8 @@ def prefill_scores(
     plane = Plane(steps.step_pages, steps.columns, sm_scale, hidden)
     counts = _work_of(plan).tile_of  # not looked at
     inputs = q, k, block_table, plan, counts
-    return _score(inputs, rank, max_score, steps, plane, CONFIGS[precision], enable_pdl, target)
+    config = config_of(k.dtype, precision)
+    return _score(inputs, rank, max_score, steps, plane, config, enable_pdl, target)
 
 
 def candidate_scores(
@@ -123,7 +126,7 @@ def candidate_scores(
       others: as for `prefill_scores`.
     """
     steps = _Steps(world_size, page_size, row_offset, q.shape[0], max_score.shape[2])
-    config = CONFIGS[precision]
+    config = config_of(k.dtype, precision)
     all_steps = cdiv(steps.tokens, TILE_TOKENS) * cdiv(steps.columns, steps.pages)
     quick = all_steps >= config.min_quick_steps * _work_of(plan).ranges.shape[0]
     plane = Plane(steps.step_pages, steps.columns, 1.0, "candidates", forced if quick else None)
@@ -148,7 +151,7 @@ def _score(
     padding = round_up(steps.tokens, TILE_TOKENS) * NUM_HEADS - query.shape[0]
     if padding:
         query = jnp.pad(query, ((0, padding), (0, 0)))
-    if config.exact:
+    if config.converts:
         query = query.astype(jnp.float16)
     kernel = functools.partial(
         _kernel, config=config, steps=steps, plane=plane, pdl=enable_pdl, target=target
@@ -160,9 +163,10 @@ def _score(
         grid=(work.ranges.shape[0],),
         warpgroups=config.warpgroups,
         out_type=max_score if isinstance(max_score, jax.ShapeDtypeStruct) else (),
-        scratch_types={"ring": _Ring.types(steps.step_pages, config)},
+        scratch_types={"ring": _Ring.types(steps.step_pages, config, k.dtype)},
     )
-    lists = work.ranges, work.tiles, work.hidden, _rank_scalars(rank, steps), work.tile_of
+    hidden = work.hidden_keys(k.dtype)
+    lists = work.ranges, work.tiles, hidden, _rank_scalars(rank, steps), work.tile_of
     operands = (query, k, block_table, *lists, counts)
     if isinstance(max_score, jax.ShapeDtypeStruct):
         found: jax.Array = run(*operands)
@@ -272,15 +276,17 @@ class _Ring(NamedTuple):
     raw: _Buffer | None
 
     @staticmethod
-    def types(pages: StepPages, config: Config) -> _Ring:
-        fp8 = jnp.float8_e4m3fn
-        dtype = jnp.float16 if config.exact else fp8
-        key_fills = 1 if config.exact else pages.count
-        return _Ring(
-            _Buffer.types(config.query_slots, (CONSUMERS, ROWS), dtype, CONSUMERS, CONSUMERS),
-            _Buffer.types(config.key_slots, (KEYS,), dtype, key_fills, CONSUMERS),
-            _Buffer.types(config.raw_slots, (KEYS,), fp8, pages.count, 1) if config.exact else None,
+    def types(pages: StepPages, config: Config, dtype: Any) -> _Ring:
+        """For index keys of `dtype`."""
+        operand = jnp.float16 if config.converts else dtype
+        queries = _Buffer.types(
+            config.query_slots, (CONSUMERS, ROWS), operand, CONSUMERS, CONSUMERS
         )
+        if not config.converts:
+            keys = _Buffer.types(config.key_slots, (KEYS,), operand, pages.count, CONSUMERS)
+            return _Ring(queries, keys, None)
+        keys = _Buffer.types(config.key_slots, (KEYS,), operand, 1, CONSUMERS)
+        return _Ring(queries, keys, _Buffer.types(config.raw_slots, (KEYS,), dtype, pages.count, 1))
 
     @property
     def loaded(self) -> _Buffer:
@@ -347,7 +353,7 @@ def _kernel(
                         plane,
                     )
 
-    if config.exact:
+    if config.converts:
 
         @pl.when(warpgroup > CONSUMERS)
         def _() -> None:

@@ -29,6 +29,11 @@ SCALAR = plgpu.Layout.WG_SPLAT
 INT = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), SCALAR)
 _FRAGMENT = HALF * KEYS // 128  # products of a thread
 _ATOM = 128  # bytes of a row that lie together
+_KINDS = {  # 32 bytes of each row at a time; the flags: no negation, no transposition
+    np.dtype(jnp.float8_e4m3fn): ("k32.f32.e4m3.e4m3", "1, 1"),
+    np.dtype(jnp.float16): ("k16.f32.f16.f16", "1, 1, 0, 0"),
+    np.dtype(jnp.bfloat16): ("k16.f32.bf16.bf16", "1, 1, 0, 0"),
+}
 
 
 def layout_of(elements: int) -> Any:
@@ -59,13 +64,11 @@ def start_products(queries: Any, keys: Any) -> jax.Array:
     lets no instruction touch registers of that kind while other products are in flight.
 
     Args:
-      queries: ref, float8_e4m3fn or float16 [64, 128], shared memory.
+      queries: ref, float8_e4m3fn, float16 or bfloat16 [64, 128], shared memory.
       keys: ref, [128, 128] of the same type, shared memory.
     """
-    fp8 = queries.dtype == jnp.float8_e4m3fn
     row_bytes = HEAD_DIM * queries.dtype.itemsize
-    kind = "k32.f32.e4m3.e4m3" if fp8 else "k16.f32.f16.f16"
-    flags = "1, 1" if fp8 else "1, 1, 0, 0"  # no negation, no transposition
+    kind, flags = _KINDS[np.dtype(queries.dtype)]
     tiled = plgpu.RefType(rows_layout(queries.dtype))
 
     @plgpu.inline_mgpu(arg_types=(tiled, tiled), return_type=_PRODUCTS_TYPE)
