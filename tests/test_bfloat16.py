@@ -234,7 +234,7 @@ def test_no_kernel_stage_is_left_to_xla():
         text = program.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("mosaic_gpu_v2") == 3, "score, select, merge"
         assert "stablehlo.dot_general" not in text
-        assert not any("convert" in x and "bf16" in x for x in text.splitlines())
+        assert not any("stablehlo.convert" in x and "bf16" in x for x in text.splitlines())
 
 
 # ---- what is refused ----
