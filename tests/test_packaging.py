@@ -44,7 +44,8 @@ def fake_python(path: Path, version: tuple[int, int], missing: str = "") -> Path
         f"sys.version_info = ({version[0]}, {version[1]}, 7, 'final', 0); "
         f"sys._base_executable = '{path}'; "
         # Whatever build runs the tests, the fake one is an ordinary build.
-        "sysconfig.get_config_var = lambda name: 0; "
+        "known = sysconfig.get_config_var; "
+        "sysconfig.get_config_var = lambda name: 0 if 'GIL' in name else known(name); "
     )
     if missing:
         prelude += f"sys.modules['{missing}'] = None; "

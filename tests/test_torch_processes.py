@@ -55,6 +55,12 @@ def test_the_torchrun_example():
     assert "no protocol faults" in out
 
 
+def test_the_adapter_for_another_engine():
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    out = run(*torchrun, ROOT / "examples/torch_vllm_indexer.py")
+    assert out == "5532 rows of ids, 0 wrong, 0 protocol faults\n"
+
+
 def test_the_eager_example():
     assert "request 1: blocks [0, " in run(ROOT / "examples/torch_decode.py")
 
