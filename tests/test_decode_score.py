@@ -330,23 +330,26 @@ def test_a_million_keys(layout, rank):
     assert (want[0, 0, 1, 24:32] > 7800).all()  # the best keys do win
 
 
-def test_a_page_past_two_to_the_31_bytes():
+@pytest.mark.parametrize("element", [np.uint8, np.uint16], ids=["float8", "bfloat16"])
+def test_a_page_past_two_to_the_31_bytes(element):
     """Page 47,663 of 45,056 bytes lies past 2^31; most of the cache stays untouched."""
-    pages, pitch = 47_680, 352
+    pages, pitch = 47_680, 352 // np.dtype(element).itemsize
     size = pages * pitch * 128
-    memory = np.zeros(size + 64, np.uint8)
-    cache = memory[-memory.ctypes.data % 64 :][:size].reshape(pages, pitch, 128)
-    far = [47_663, 47_679]
-    cache[far, 16:48] = inputs.integer_keys(np.random.default_rng(0), 3, 32)[:2]
+    memory = np.zeros(size + 64, element)
+    first = -memory.ctypes.data % 64 // memory.itemsize
+    cache = memory[first:][:size].reshape(pages, pitch, 128)
+    far, index_dtype = [47_663, 47_679], {1: "float8_e4m3fn", 2: "bfloat16"}[memory.itemsize]
+    keys = inputs.integer_keys(np.random.default_rng(0), 3, 32, index_dtype)[:2]
+    cache[far, 16:48] = keys
     layout = Layout(4, 128, row_offset=16, pitch=pitch)
     case = Inputs(
-        inputs.integer_queries(np.random.default_rng(0), 1),
+        inputs.integer_queries(np.random.default_rng(0), 1, index_dtype),
         cache,
         np.array([[far[0], 1, far[1], 2]], np.int32),
         np.array([512], np.int32),
     )
     before = np.zeros((1, 4, 4), np.float32)
-    shared = jax.device_put(cache.view(jnp.float8_e4m3fn), may_alias=True)
+    shared = jax.device_put(cache.view(index_dtype), may_alias=True)
     arrays = (inputs.index_array(case.queries), shared, case.table, case.lens)
     after = np.asarray(scorer(layout, 1)(*arrays, before, jnp.int32(2)))
     oracle.check_scores(after, before, reference(case, layout.shard(2), 1, columns=4), eps=0)

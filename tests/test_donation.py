@@ -38,11 +38,17 @@ from jax.sharding import PartitionSpec as P
 from msa_icp_jax import MSAIcpComm
 
 DEVICES = pytest.mark.parametrize("on_mesh", [False, True], ids=["vmap", "mesh"])
+KINDS = pytest.mark.parametrize(
+    ("on_mesh", "index_dtype"),
+    [(False, "float8_e4m3fn"), (True, "float8_e4m3fn"), (False, "bfloat16")],
+    ids=["vmap", "mesh", "bfloat16"],
+)
 FUSED = pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 
 
-def ranks_of(on_mesh: bool) -> Ranks:
-    plan = make_plan(2, 128, max_decode_tokens=8, max_model_len=4096)
+def ranks_of(on_mesh: bool, index_dtype: str = "float8_e4m3fn") -> Ranks:
+    limits = {"max_decode_tokens": 8, "max_model_len": 4096}
+    plan = make_plan(2, 128, index_dtype=index_dtype, **limits)
     return Ranks(plan, make_mesh(2) if on_mesh else None)
 
 
@@ -99,10 +105,11 @@ def check_decoded_in_place(
     check_decoded(ranks.plan, case, found, fused=fused)
 
 
-@DEVICES
+@KINDS
 @FUSED
-def test_decode(fused: bool, on_mesh: bool) -> None:
-    ranks, case = ranks_of(on_mesh), random_decode([2400, 300, 0], 2, 128)
+def test_decode(fused: bool, on_mesh: bool, index_dtype: str) -> None:
+    ranks = ranks_of(on_mesh, index_dtype)
+    case = random_decode([2400, 300, 0], 2, 128, index_dtype=index_dtype)
     program = ranks.plan.decode_program(ranks.mesh, decode_query_len=2, fused=fused)
     output, scores = run_donating(program, decode_arguments(ranks, case), {5: 1, 6: 0})
     check_decoded_in_place(ranks, case, output, scores, fused)
@@ -137,12 +144,12 @@ def test_decode_with_storage(tagged: bool, fused: bool, on_mesh: bool) -> None:
         assert np.count_nonzero(array) == np.count_nonzero(tokens), name  # spare rows are clean
 
 
-@DEVICES
+@KINDS
 @FUSED
-def test_prefill(fused: bool, on_mesh: bool) -> None:
-    ranks = ranks_of(on_mesh)
+def test_prefill(fused: bool, on_mesh: bool, index_dtype: str) -> None:
+    ranks = ranks_of(on_mesh, index_dtype)
     segments = [(100, 0, 100), (0, 0, 0), (30, 2500, 2530)]
-    case = random_prefill(segments, 140, 128)
+    case = random_prefill(segments, 140, 128, index_dtype=index_dtype)
     rows, columns = len(case.query) + SPARE_ROWS, 2 * ranks.plan.geometry.score_columns
     arguments = ranks.prefill_arrays(case)
     arguments[4] = filled(ranks, (rows, 4, columns), OLD_SCORE, jnp.float32, SCORES)
@@ -155,18 +162,18 @@ def test_prefill(fused: bool, on_mesh: bool) -> None:
     check_prefilled(ranks.plan, case, found, fused=fused)
 
 
-@DEVICES
-def test_write_index_k(on_mesh: bool) -> None:
-    ranks, pages = ranks_of(on_mesh), 6
+@KINDS
+def test_write_index_k(on_mesh: bool, index_dtype: str) -> None:
+    ranks, pages = ranks_of(on_mesh, index_dtype), 6
     slots = np.array([130, 5, -1, 6 * 128, 2**31 - 1, 767, 64, 63], np.int32)
-    new = small_keys(np.random.default_rng(0), len(slots))
-    index_k = filled(ranks, (pages, 128, 128), 1.0, jnp.float8_e4m3fn, INDEX_K)
+    new = small_keys(np.random.default_rng(0), len(slots), index_dtype=index_dtype)
+    index_k = filled(ranks, (pages, 128, 128), 1.0, jnp.dtype(index_dtype), INDEX_K)
     arguments = [index_k, ranks.put_codes(new), ranks.put(slots)]
     (index_k,) = run_donating(
         ranks.plan.write_program(ranks.mesh), arguments, {0: 0}, one_result=True
     )
-    want = oracle.e4m3_encode(np.ones((pages * 128, 128)))
+    want = oracle.encode(np.ones((pages * 128, 128)), index_dtype)
     stored = (slots >= 0) & (slots < pages * 128)
     want[slots[stored]] = new[stored]
-    found = ranks.get(index_k, INDEX_K).view(np.uint8)
+    found = oracle.as_codes(ranks.get(index_k, INDEX_K))
     np.testing.assert_array_equal(found.reshape(-1, 128), want)

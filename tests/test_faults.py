@@ -22,6 +22,7 @@ import numpy.typing as npt
 import oracle
 import pytest
 from chains import Cache, Decode, Ranks, make_mesh, make_plan, random_decode, random_prefill
+from hostile import INDEX_DTYPE
 
 Array = npt.NDArray[Any]
 
@@ -41,55 +42,63 @@ def sources() -> list[Path]:
 # ---- what the consumer gets ----
 
 
-def test_a_short_context_is_a_valid_prefix_then_minus_one() -> None:
+@INDEX_DTYPE
+def test_a_short_context_is_a_valid_prefix_then_minus_one(index_dtype: str) -> None:
     """Keys 0 to 299 are three blocks; what follows them is no address."""
-    output = ranks_of().decode(random_decode([300], 1, 128)).output[0]
+    case = random_decode([300], 1, 128, index_dtype=index_dtype)
+    output = ranks_of(index_dtype=index_dtype).decode(case).output[0]
     assert (output == [0, 1, 2, *[-1] * 13]).all()
 
 
-def test_minus_one_as_a_page_is_no_page() -> None:
+@INDEX_DTYPE
+def test_minus_one_as_a_page_is_no_page(index_dtype: str) -> None:
     """In JAX an index of -1 is the last element, and one past the end is clamped."""
-    case = random_decode([100], 1, 128, pages=8)
+    ranks = ranks_of(index_dtype=index_dtype)
+    case = random_decode([100], 1, 128, pages=8, index_dtype=index_dtype)
     table = np.array([[case.cache.table[0, 0], -1, -1]], np.int32)
     narrow = dataclasses.replace(case, cache=Cache(case.cache.keys, table))
-    found = ranks_of().decode(narrow)
-    chains.check_decoded(ranks_of().plan, narrow, found, fused=False)
+    found = ranks.decode(narrow)
+    chains.check_decoded(ranks.plan, narrow, found, fused=False)
     assert (found.output[0] == [0, *[-1] * 15]).all()
     for bad in (-1, 8, 2**31 - 1):  # the only page the request has
         lost = dataclasses.replace(case, cache=Cache(case.cache.keys, np.full_like(table, bad)))
-        found = ranks_of().decode(lost)
-        chains.check_decoded(ranks_of().plan, lost, found, fused=False)
+        found = ranks.decode(lost)
+        chains.check_decoded(ranks.plan, lost, found, fused=False)
 
 
-def test_index_keys_left_behind_change_the_choice() -> None:
+@INDEX_DTYPE
+def test_index_keys_left_behind_change_the_choice(index_dtype: str) -> None:
     """Whoever moves pages must move their index keys: past 16 blocks it shows."""
-    case = random_decode([24 * 128], 1, 128, pages=64)
-    right = ranks_of().decode(case).output[0]
+    ranks = ranks_of(index_dtype=index_dtype)
+    case = random_decode([24 * 128], 1, 128, pages=64, index_dtype=index_dtype)
+    right = ranks.decode(case).output[0]
     moved = (case.cache.table + 7) % 64  # the table follows the pages, the keys did not
     wrong = dataclasses.replace(case, cache=Cache(case.cache.keys, moved.astype(np.int32)))
-    assert (ranks_of().decode(wrong).output[0] != right).any()
-    short = random_decode([16 * 128], 1, 128, pages=64)
+    assert (ranks.decode(wrong).output[0] != right).any()
+    short = random_decode([16 * 128], 1, 128, pages=64, index_dtype=index_dtype)
     hidden = dataclasses.replace(
         short, cache=Cache(short.cache.keys, ((short.cache.table + 7) % 64).astype(np.int32))
     )
-    assert (ranks_of().decode(hidden).output[0] == np.arange(16)).all()
+    assert (ranks.decode(hidden).output[0] == np.arange(16)).all()
 
 
-def test_a_whole_batch_of_padding_shares_a_live_page() -> None:
+@INDEX_DTYPE
+def test_a_whole_batch_of_padding_shares_a_live_page(index_dtype: str) -> None:
     """Graph padding points at page 0, which is somebody's; its tokens' queries are NaN."""
-    case = random_decode([2500, 0, 0, 0], 2, 128)
+    ranks = ranks_of(index_dtype=index_dtype)
+    case = random_decode([2500, 0, 0, 0], 2, 128, index_dtype=index_dtype)
     table = case.cache.table.copy()
     live = table[0, 0]
     table[1:] = live
     query = case.query.copy()
-    query[2:] = 0x7F
+    query[2:] = chains.POISON[index_dtype][2]
     padded = dataclasses.replace(case, query=query, cache=Cache(case.cache.keys, table))
-    found = ranks_of().decode(padded)
-    chains.check_decoded(ranks_of().plan, padded, found, fused=False)
+    found = ranks.decode(padded)
+    chains.check_decoded(ranks.plan, padded, found, fused=False)
     alone = Decode(
         query[:2], Cache(case.cache.keys, table[:1]), case.seq_lens[:1], 2, case.counts[:2]
     )
-    found_alone = ranks_of().decode(alone)
+    found_alone = ranks.decode(alone)
     np.testing.assert_array_equal(found.output[:2], found_alone.output[:2])
 
 
@@ -229,12 +238,13 @@ def test_lengths_of_another_type_are_refused_by_name(dtype: Any) -> None:
             program(*arrays)
 
 
-def test_unwritten_rows_of_the_second_page_change_nothing() -> None:
+@INDEX_DTYPE
+def test_unwritten_rows_of_the_second_page_change_nothing(index_dtype: str) -> None:
     """Length 193 of pages of 128: rows 65 to 127 of the second page are NaN, twice the same."""
-    ranks = ranks_of()
-    case = random_decode([193], 1, 128)
+    ranks = ranks_of(index_dtype=index_dtype)
+    case = random_decode([193], 1, 128, index_dtype=index_dtype)
     keys = case.cache.keys.copy()
-    keys[case.cache.table[0, 1], 65:] = 0xFF
+    keys[case.cache.table[0, 1], 65:] = chains.POISON[index_dtype][3]
     case = dataclasses.replace(case, cache=Cache(keys, case.cache.table))
     first, again = ranks.decode(case, fused=False), ranks.decode(case, fused=False)
     chains.check_decoded(ranks.plan, case, first, fused=False)

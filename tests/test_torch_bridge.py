@@ -41,7 +41,7 @@ def page(seed: int) -> torch.Tensor:
 # ---- one import ----
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.float8_e4m3fn, torch.bfloat16])
 def test_an_import_shares_the_bytes(bridge, dtype):
     tensor = torch.randint(0, 100, (4, 4, 256), dtype=torch.uint8).view(dtype)
     array = bridge.fresh(tensor)[0]

@@ -222,17 +222,18 @@ def _check_rows(
         np.testing.assert_array_equal(actual, want)
 
 
-def test_cache_over_two_gib():
+@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
+def test_cache_over_two_gib(index_dtype):
     """Pages at both ends of a cache whose byte offsets pass 2**31 and 2**32."""
-    shard = oracle.Shard(1, 2, 256)
-    pages, rng = (1 << 32) // (shard.rows * 128) + 64, np.random.default_rng(7)
-    keys = inputs.integer_keys(rng, 16, shard.rows)
-    queries = inputs.integer_queries(rng, 1)
+    shard, rng = oracle.Shard(1, 2, 256), np.random.default_rng(7)
+    keys = inputs.integer_keys(rng, 16, shard.rows, index_dtype)
+    pages = (1 << 32) // keys[0].nbytes + 64
+    queries = inputs.integer_queries(rng, 1, index_dtype)
     near = np.arange(16, dtype=np.int32)[None]
     far = np.where(near < 8, near, pages - 16 + near).astype(np.int32)
     far[0, 5], near = near[0, 4], near.copy()
     near[0, 5] = near[0, 4]
-    cache = jnp.zeros((pages, shard.rows, 128), jnp.float8_e4m3fn)
+    cache = jnp.zeros((pages, shard.rows, 128), index_dtype)
     cache = jax.jit(lambda c, a, b: c.at[:8].set(a).at[-8:].set(b), donate_argnums=0)(
         cache, inputs.index_array(keys[:8]), inputs.index_array(keys[8:])
     )
@@ -250,14 +251,16 @@ def test_cache_over_two_gib():
     oracle.check_scores(np.asarray(out), before, plane, eps=0.0)
 
 
-def test_inputs_written_just_before():
+@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
+def test_inputs_written_just_before(index_dtype):
     """Dependent launches: lengths, table and keys come from the kernels right before this one."""
     rng = np.random.default_rng(8)
     shard = oracle.Shard(0, 4, 128)
     lengths = np.array([5000, 300, 0, 9000], np.int32)
-    queries = inputs.integer_queries(rng, 4)
-    keys = inputs.integer_keys(rng, 200, shard.rows)
+    queries = inputs.integer_queries(rng, 4, index_dtype)
+    keys = inputs.integer_keys(rng, 200, shard.rows, index_dtype)
     table = inputs.block_table(rng, lengths.tolist(), 128, 72, 200)
+    codes = jnp.dtype(keys.dtype)
     kernel = _call(shard, 1)
 
     @jax.jit
@@ -266,7 +269,7 @@ def test_inputs_written_just_before():
         # Both depend on the first call's scores, without changing with them.
         zero = jnp.where(jnp.isnan(first[0, 0, 0]), 1, 0) * flag
         k = jax.lax.bitcast_convert_type(
-            jax.lax.bitcast_convert_type(k, jnp.uint8) + zero.astype(jnp.uint8), k.dtype
+            jax.lax.bitcast_convert_type(k, codes) + zero.astype(codes), k.dtype
         )
         return kernel(q, k, table + zero, lengths + zero, jnp.zeros_like(plane), jnp.int32(0))
 

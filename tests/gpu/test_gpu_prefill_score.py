@@ -201,15 +201,16 @@ def test_compound_pages(index_dtype):
     oracle.check_scores(actual, before, plane, 0.0)
 
 
-def test_cache_over_two_gib():
+@pytest.mark.parametrize("index_dtype", [_FLOAT8, _BF16])
+def test_cache_over_two_gib(index_dtype):
     """A tile's pages at both ends of a cache whose byte offsets pass 2**31 and 2**32."""
-    shard = oracle.Shard(1, 2, 256)
-    pages, rng = (1 << 32) // (shard.rows * 128) + 64, np.random.default_rng(5)
-    keys = inputs.integer_keys(rng, 16, shard.rows)
-    queries = inputs.integer_queries(rng, 64)
+    shard, rng = oracle.Shard(1, 2, 256), np.random.default_rng(5)
+    keys = inputs.integer_keys(rng, 16, shard.rows, index_dtype)
+    pages = (1 << 32) // keys[0].nbytes + 64
+    queries = inputs.integer_queries(rng, 64, index_dtype)
     table = np.concatenate([np.arange(8), np.arange(pages - 8, pages)]).astype(np.int32)[None]
     plan = _plan([64], [4032], [4096], 0)
-    cache = jnp.zeros((pages, shard.rows, 128), jnp.uint8)
+    cache = jnp.zeros((pages, shard.rows, 128), keys.dtype)
     cache = jax.jit(lambda c, k: c.at[:8].set(k[:8]).at[-8:].set(k[8:]), donate_argnums=0)(
         cache, keys
     )
@@ -223,7 +224,7 @@ def test_cache_over_two_gib():
         precision="fast",
         enable_pdl=True,
     )
-    cache = jax.lax.bitcast_convert_type(cache, jnp.float8_e4m3fn)
+    cache = jax.lax.bitcast_convert_type(cache, jnp.dtype(index_dtype))
     actual = call(
         jnp.int32(1),
         inputs.index_array(queries),
