@@ -6,8 +6,9 @@ H200 at 8,192 tokens and contexts of 32K and 128K:
 * Key slots: 8, 6, 5 and 4 took the same time. There are as many as fit: they bridge the time that
   block-table entries take to arrive.
 * Two query slots let the next piece's queries come while the present one is worked on. bfloat16
-  has room for one beside five key slots, or for two beside three: 0.93 and 0.88 of the time with
-  the former at 32K and 128K (4 ranks), 1.02 in a window of eight segments of 16K to 256K.
+  has room for one beside five key slots, or for two beside three: the former took 0.93 of the
+  latter's time at 32K (4 ranks), 1.00 with 2 ranks, 1.02 in a window of eight segments of 16K to
+  256K.
 * Registers: the consumers' products alone are 128 a thread. The producer's warps need few.
 * `min_quick_steps`: integer maxima, two steps together, take 0.93 of the time at 240 steps a CTA
   (8,192 tokens ending at 128K, 4 ranks), 0.95 at 480 and 180, 0.96 to 0.98 at 110 to 120 and 1.03
