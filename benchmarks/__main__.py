@@ -6,8 +6,9 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 # Leaves room for torch on the same GPU; must come before JAX starts.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -56,38 +57,16 @@ _PROGRAMS = """programs of their own (--help)
   torchrun --nproc-per-node 2 -m benchmarks.exchange --out F   the exchange between GPUs
   python -m benchmarks.jax_chain --out F                       the same inside a jitted program
 """
-_SWEEP = """
-Times decode's score and select over contexts, batches and world sizes, every request as long as the
-others, and fits time = fixed + bytes / rate. Points whose shard is larger than 1 GiB are left out.
-"""
-_COMPARE = """
-Shows the figures of two result files whose spreads do not touch and that differ by more than runs
-and cards do. Figures of another device, or timed otherwise, are not compared. The exit status is 1
-where something is slower, 2 where there is nothing to compare.
-"""
-_PLOT = """
-Writes PNG files beside NAME.json, those that its rows allow:
-
-  NAME-ratio.png   times of score and select over the floor, with the targets
-  NAME.png         a sweep, with its floor and its model
-"""
-_MERGE = (
-    "Rows of FROM replace those of INTO that measure the same, or are added. FROM stays as it is."
-)
-_README = "Writes the parts of the documents that come from benchmarks/results/h200*.json anew."
+_CASES = """names of cases, all by default: 'd-*' for decode, 'p-*' for prefill, 'select-*' and
+'merge-*' for these alone; the small cases of decode and prefill are 'quick-*'"""
 _MOST_KEYS = 1 << 20  # of a request: candidates are among the first 8,192 blocks
 
 
 def main(arguments: Sequence[str]) -> int:
     if importlib.util.find_spec("jax") is None:
         return fail("this Python has no jax; `make bench` sets one up: .venv/bin/python")
-    from benchmarks.results import Refused
-
     parsed = _parser().parse_args(arguments)
-    try:
-        return parsed.command(parsed)
-    except Refused as error:
-        return fail(str(error))
+    return refusing(parsed.command, parsed)
 
 
 def fail(reason: str) -> int:
@@ -95,171 +74,183 @@ def fail(reason: str) -> int:
     return 2
 
 
-def parser(program: str, description: str | None) -> argparse.ArgumentParser:
+def refusing(command: Callable[[Any], int], parsed: argparse.Namespace) -> int:
+    """The exit status of a command; 2, and a line, where it cannot be done."""
+    from benchmarks.results import Refused
+
+    try:
+        return command(parsed)
+    except Refused as error:
+        return fail(str(error))
+
+
+def options_of(
+    text: str | None, *, out: str = "", budget: float = 600.0, cases: bool = False
+) -> argparse.ArgumentParser:
+    """The options of a program of its own, from its docstring, which has its command in `` ` ``."""
     raw = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=program, description=description, formatter_class=raw)
+    program = (text or "``").split("`")[1].partition(" --out")[0]
+    found = argparse.ArgumentParser(prog=program, description=text, formatter_class=raw)
+    if cases:
+        words = "names of cases, all by default: '*b32-32k*'"
+        found.add_argument("--cases", default="*", metavar="GLOB", help=words)
+    return _add_run_options(found, out, budget)
 
 
-def add_run_options(
+def _add_run_options(
     found: argparse.ArgumentParser, out: str, budget: float | None = None
 ) -> argparse.ArgumentParser:
     """Adds --out (required where `out` is empty), --budget-seconds and --commit."""
     default = f"; by default benchmarks/results/local/{out}, which git ignores: the committed "
     default += "results change only where they are named"
-    found.add_argument(
-        "--out",
-        type=Path,
-        required=not out,
-        metavar="FILE",
-        help="result file, made or merged into" + default * bool(out),
-    )
-    found.add_argument(
-        "--budget-seconds",
-        type=_seconds,
-        default=budget,
-        metavar="N",
-        help=f"stop before it and keep what there is; {budget or 'without end'} by default",
-    )
-    found.add_argument(
-        "--commit", metavar="ID", help="what is measured, where there is no git to ask"
-    )
+    words = "result file, made or merged into" + default * bool(out)
+    found.add_argument("--out", type=Path, required=not out, metavar="FILE", help=words)
+    words = f"stop before it and keep what there is; {budget or 'without end'} by default"
+    found.add_argument("--budget-seconds", type=_seconds, default=budget, metavar="N", help=words)
+    words = "what is measured, where there is no git to ask"
+    found.add_argument("--commit", metavar="ID", help=words)
     return found
 
 
 def _parser() -> argparse.ArgumentParser:
-    top = parser("python -m benchmarks", _RUN)
-    top.epilog = _PROGRAMS
+    from benchmarks import record
+
+    raw = argparse.RawDescriptionHelpFormatter
+    top = argparse.ArgumentParser(
+        "python -m benchmarks", description=_RUN, epilog=_PROGRAMS, formatter_class=raw
+    )
     top.set_defaults(command=_run)
     top.add_argument("--quick", action="store_true", help="small cases: does it all run?")
-    top.add_argument("--sweep", action="store_true", help="the sweep too, into FILE-sweep")
-    top.add_argument(
-        "--cases",
-        default="*",
-        metavar="GLOB",
-        help="names of cases, all by default: 'd-*' for decode, 'p-*' for prefill, 'select-*' and "
-        "'merge-*' for these alone; the small cases of decode and prefill are 'quick-*'",
-    )
+    top.add_argument("--cases", default="*", metavar="GLOB", help=_CASES)
+    plural: dict[str, Any] = {"nargs": "+", "default": []}
     for name, choices in (("stage", STAGES), ("backend", BACKENDS)):
-        options = {"nargs": "+", "default": [], "choices": choices, "metavar": name.upper()}
-        top.add_argument(f"--{name}s", **options, help="by default all that there are here")
-    add_run_options(top, "<device>.json")
-
+        words = {"metavar": name.upper(), "help": "by default all that there are here"}
+        top.add_argument(f"--{name}s", choices=choices, **plural, **words)
+    _add_run_options(top, "<device>.json")
     commands = top.add_subparsers(metavar="COMMAND", title="commands (COMMAND --help)")
 
-    def add(name: str, command: object, words: str, text: str | None) -> argparse.ArgumentParser:
-        raw = argparse.RawDescriptionHelpFormatter
+    def add(command: Any, words: str, text: str | None = None) -> argparse.ArgumentParser:
+        name = command.__name__.strip("_")
+        text = text or command.__doc__.replace("\n    ", "\n")
         found = commands.add_parser(name, help=words, description=text, formatter_class=raw)
         found.set_defaults(command=command)
         return found
 
-    found = add("sweep", _sweep, "decode's time over contexts and batches, and its model", _SWEEP)
-    plural = {"nargs": "+", "default": []}
-    sizes = "keys of a request, 5000, 4K or 1M say; by default 4K 16K 64K (on a GPU 256K 1M too)"
-    found.add_argument("--contexts", type=size, metavar="KEYS", help=sizes, **plural)
-    batches = "requests; by default 1 4 (on a GPU 16 64 256 too)"
-    found.add_argument("--batches", type=_count, metavar="B", help=batches, **plural)
+    found = add(_sweep, "decode's time over contexts and batches, and its model")
+    words = "keys of a request, 5000, 4K or 1M say; by default 4K 16K 64K (on a GPU 256K 1M too)"
+    found.add_argument("--contexts", type=size, metavar="KEYS", help=words, **plural)
+    words = "requests; by default 1 4 (on a GPU 16 64 256 too)"
+    found.add_argument("--batches", type=_count, metavar="B", help=words, **plural)
     found.add_argument("--world-sizes", type=int, choices=(2, 4), help="default: both", **plural)
-    add_run_options(found, "<device>-sweep.json")
-
-    from benchmarks import record
-
+    _add_run_options(found, "<device>-sweep.json")
     words = "everything, part by part within one budget: what is committed"
-    found = add("record", _record, words, record.__doc__)
-    found.add_argument(
-        "--parts", choices=record.PARTS, metavar="PART", help="default: all", **plural
-    )
-    add_run_options(found, "", budget=400.0)
-
-    found = add("compare", _compare, "what moved beyond the noise", _COMPARE)
-    for name, which in (("before", "earlier"), ("after", "later")):
-        words = f"result file of the {which} run"
-        found.add_argument(name, type=Path, metavar=name.upper(), help=words)
-    found = add("merge", _merge, "replace the rows of INTO that FROM has", _MERGE)
-    found.add_argument("into", type=Path, metavar="INTO", help="result file, made if not there")
-    found.add_argument("source", type=Path, metavar="FROM", help="result file of another run")
-    found = add("plot", _plot, "PNG files beside a result file", _PLOT)
-    found.add_argument("file", type=Path, metavar="NAME.json", help="result file, of a sweep too")
-    add("readme", _readme, "rewrite the tables of the documents from committed results", _README)
+    found = add(_record, words, record.__doc__)
+    words = {"metavar": "PART", "help": "default: all"}
+    found.add_argument("--parts", choices=record.PARTS, **plural, **words)
+    _add_run_options(found, "", budget=400.0)
+    for command, files, words in (
+        (_compare, ("before", "after"), "what moved beyond the noise"),
+        (_merge, ("into", "from"), "replace the rows of INTO that FROM has"),
+        (_plot, ("file",), "PNG files beside a result file"),
+        (_readme, (), "rewrite the tables of the documents from committed results"),
+    ):
+        found = add(command, words)
+        for name in files:
+            found.add_argument(name, type=Path, metavar=name.upper(), help="a result file")
     return top
 
 
-def _run(given: argparse.Namespace) -> int:
-    from benchmarks import results, run
+def _run(given: Any) -> int:
+    from benchmarks import run
 
     machine = run.Machine()
     wanted = run.items(machine, given.cases, given.stages, given.backends, quick=given.quick)
-    if given.sweep:
-        wanted += run.sweep(machine, suffix=results.SWEEP_SUFFIX)
     out = given.out or machine.default_out
     return run.Runner(machine, wanted, out, given.budget_seconds, given.commit).run(given.backends)
 
 
-def _sweep(given: argparse.Namespace) -> int:
+def _sweep(given: Any) -> int:
+    """Times decode's score and select over contexts, batches and world sizes.
+
+    Every request is as long as the others. Fits time = fixed + bytes / rate. Points whose shard is
+    larger than 1 GiB are left out.
+    """
     from benchmarks import results, run
 
     machine = run.Machine()
     wanted = run.sweep(machine, given.contexts, given.batches, given.world_sizes)
-    out = given.out or results.beside(machine.default_out, results.SWEEP_SUFFIX)
+    out = given.out or results.beside(machine.default_out, "-sweep")
     runner = run.Runner(machine, wanted, out, given.budget_seconds, given.commit)
-    status = runner.run(asked=["mosaic"])
-    fits = results.fits(results.load(out).rows.values())
-    print("\n".join(map(str, fits)) or f"no model: it takes {results.LEAST_POINTS} points or more")
+    status, fits = runner.run(["mosaic"]), results.fits(results.load(out).rows.values())
+    print("\n".join(map(str, fits)) or "no model: it takes 3 points or more")
     return status
 
 
-def _record(given: argparse.Namespace) -> int:
+def _record(given: Any) -> int:
     from benchmarks import record
 
     return record.record(given.out, given.budget_seconds, given.commit, given.parts)
 
 
-def _compare(given: argparse.Namespace) -> int:
-    """Prints what moved; 1 when something became slower."""
+def _compare(given: Any) -> int:
+    """Shows the figures of two result files that differ by more than runs and cards do.
+
+    Their spreads do not touch. Figures of another device, or timed otherwise, are not compared. The
+    exit status is 1 where something is slower, 2 where there is nothing to compare.
+    """
     from benchmarks import report, results
 
     before, after = results.load(given.before), results.load(given.after)
     for path, one, other in ((given.before, before, after), (given.after, after, before)):
-        print(f"{path}: {report.origin(one.rows)}")
+        print(f"{path}: {report.origin(one.rows.values())}")
         alone = [results.label(row) for key, row in one.rows.items() if key not in other.rows]
         if alone:
             print(f"only in {path}: {len(alone)} figures: {'; '.join(alone[:3])}")
-    found = results.compare(before, after)
+    moved, unlike = results.compare(before, after)
     for verdict in ("slower", "faster"):
-        for old, new in found[verdict]:
+        for old, new in moved[verdict]:
             us = f"{old['median_us']:.2f} -> {new['median_us']:.2f} us"
             ratio = new["median_us"] / old["median_us"]
             print(f"{verdict}: {results.label(new)}: {us}, {ratio:.3f}")
-    for reason, pairs in found.items():
-        if reason not in ("slower", "faster", "same"):
-            print(f"not compared: {len(pairs)} figures, {reason}")
-    counts = {verdict: len(found[verdict]) for verdict in ("slower", "faster", "same")}
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
-    if not any(counts.values()):
+    for reason, pairs in unlike.items():
+        print(f"not compared: {len(pairs)} figures, {reason}")
+    print(", ".join(f"{len(pairs)} {verdict}" for verdict, pairs in moved.items()))
+    if not any(moved.values()):
         return fail("nothing to compare")
-    return 1 if counts["slower"] else 0
+    return 1 if moved["slower"] else 0
 
 
-def _merge(given: argparse.Namespace) -> int:
+def _merge(given: Any) -> int:
+    """Rows of FROM replace those of INTO that measure the same, or are added.
+
+    INTO is made if it is not there, FROM stays as it is.
+    """
     from benchmarks import results
 
-    source = results.load(given.source)
-    results.prepare(given.into)
-    results.save(given.into, source.rows.values(), source.absent)
-    print(f"{len(source.rows)} rows of {given.source} merged into {given.into}")
+    into, source = given.into, vars(given)["from"]
+    found = results.load(source)
+    results.prepare(into)
+    results.save(into, found.rows.values(), found.absent)
+    print(f"{len(found.rows)} rows of {source} merged into {into}")
     return 0
 
 
-def _plot(given: argparse.Namespace) -> int:
+def _plot(given: Any) -> int:
+    """Writes PNG files beside FILE, NAME.json, those that its rows allow.
+
+    NAME-ratio.png   times of score and select over the floor, with the targets
+    NAME.png         a sweep, with its floor and its model
+    """
     if importlib.util.find_spec("matplotlib") is None:
         return fail("this Python has no matplotlib; `make bench` installs it: .venv/bin/python")
     from benchmarks.plot import plot
 
-    for path in plot(given.file):
-        print(path)
+    print("\n".join(map(str, plot(given.file))))
     return 0
 
 
-def _readme(_: argparse.Namespace) -> int:
+def _readme(_: Any) -> int:
+    """Writes the parts of the documents that come from benchmarks/results/h200*.json anew."""
     from benchmarks import report
 
     changed = report.rewrite()
@@ -271,7 +262,6 @@ def _readme(_: argparse.Namespace) -> int:
 
 
 def _seconds(text: str) -> float:
-    """More than none."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not more than 0 seconds")
@@ -288,7 +278,6 @@ def size(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    """One or more."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
     return int(text)

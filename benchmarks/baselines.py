@@ -1,31 +1,38 @@
-"""The local stage as one would write it in torch, and what times it and its peers.
+"""What the kernels are compared with: the local stage in torch, and indexers of other packages.
 
-A *baseline* is a backend that works on torch tensors: plain torch, torch.compile, or a package of
-others (peers.py). All run in the same CUDA graph as the kernels do, on a CPU one call after the
-other.
+A *baseline* is a backend that works on torch tensors. All run in the same CUDA graph as the kernels
+do, on a CPU one call after the other. *Peers* are other packages, called through their public
+functions where they are installed and have the parameters that are used here.
+
+A peer does not know shards. In decode it gets a rank's share of each request's keys, context / W,
+as a context of its own, in whole pages of 128: it reads the same bytes and writes W times fewer
+scores. *Without ICP* it gets all keys for the 4 / W heads that a rank owns: what a rank does that
+shards heads instead of keys. In prefill the two take as many operations, and only the second can
+be asked for: a causal share is none of the last tokens' contexts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks.cases import LOCAL_BLOCKS, PAGE_SIZE, Decode, Prefill
+from benchmarks.cases import INIT_BLOCKS, LOCAL_BLOCKS, PAGE_SIZE, Decode, Prefill
 from benchmarks.check import check_chosen, check_scores, host
-from benchmarks.inputs import Inputs
+from benchmarks.stages import Arrays, Inputs
 from benchmarks.timing import Times, in_graph, on_clock
-from msa_icp_jax.geometry import HEAD_DIM, TOPK
+from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, TOPK
 
 _CHUNK_TOKENS = 512  # of a prefill's products at a time: 268 MB at 64 Ki local keys
 
-Arrays = dict[str, Any]
 Call = Callable[[], tuple[Any, Any]]  # returns (scores [T, H, columns] or None, ids [T, H, 16])
-Binder = Callable[[Arrays], Call]  # makes the call of an input set from its tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,95 +40,88 @@ class Baseline:
     """A backend on torch tensors.
 
     Attributes:
-      prepare: makes a case's binder.
+      bind: makes, of (case, an input set's tensors), the call to check and time.
       given: the case that it gets in place of a rank's.
       rotates: whether it reads its inputs at a speed at which the cache matters: then it goes
         through all sets; else two are enough, since what it writes itself flushes the cache.
       exact: whether it chooses the best of its own scores, to the last bit.
     """
 
-    prepare: Callable[[Any], Binder]
-    given: Callable[[Any], Decode | Prefill] = lambda case: case
+    bind: Callable[[Any, Arrays], Call]
+    given: Callable[[Any], Any] = lambda case: case
     rotates: bool = False
     exact: bool = True
 
 
-class TorchRun:
-    """A baseline on the input sets of the case given to it."""
+def find(name: str, gpu: bool) -> Baseline | str:
+    """The baseline of `NAMES`, or why it cannot be measured here."""
+    if not gpu and name != "torch":
+        return "measured on GPUs only"
+    if name == "torch":
+        return Baseline(in_torch)
+    compiled = functools.partial(in_torch, compiled=True)
+    return Baseline(compiled) if name == "torch_compile" else find_peer(name)
 
-    def __init__(self, case: Decode | Prefill, inputs: Inputs, baseline: Baseline) -> None:
-        sets = inputs.sets if baseline.rotates else inputs.sets[:2]
-        self._case, self._exact = case, baseline.exact
-        self._first = inputs.fixed | sets[0]
-        bind = baseline.prepare(case)
-        shared = tensors(inputs.fixed)
-        calls = [bind(shared | tensors(one_set)) for one_set in sets]
-        self._calls = calls * (1 if baseline.rotates else 2)
 
-    def check(self) -> None:
-        """Compares scores with float64 and the chosen ids with the best ones.
+def measure(case: Any, inputs: Inputs, baseline: Baseline, runs: int) -> Times:
+    """Checks scores against float64 and ids against the best ones, and times the calls.
 
-        Raises:
-          Mismatch: something is off by more than the fast tolerance. Which of equal scores wins
-            is not compared: topk does not say.
-        """
-        scores, ids = self._calls[0]()
-        if scores is None:  # it keeps its scores to itself: those of torch, in float32
-            scores, _ = in_torch(self._case, precise=True)(tensors(self._first))()
-        check_scores(self._case, self._first | {"scores": scores}, "fast")
-        check_chosen(self._case, self._first, scores, host(ids), exact=self._exact)
-
-    def times(self, runs: int) -> Times:
-        """Times `runs` runs over the input sets."""
-        if jax.default_backend() == "gpu":
-            return in_graph([[call] for call in self._calls], runs)
-        every = functools.partial(lambda calls: [call() for call in calls], self._calls)
-        return on_clock(every, runs, len(self._calls), "eager")
+    Raises:
+      Mismatch: something is off by more than the fast tolerance. Which of equal scores wins is not
+        compared: topk does not say.
+    """
+    sets, fixed = inputs.sets if baseline.rotates else inputs.sets[:2], tensors(inputs.fixed)
+    calls = [baseline.bind(case, fixed | tensors(one_set)) for one_set in sets]
+    first, (scores, ids) = inputs.fixed | sets[0], calls[0]()
+    if scores is None:  # it keeps its scores to itself: those of torch, in float32
+        scores, _ = in_torch(case, tensors(first), precise=True)()
+    check_scores(case, first | {"scores": scores}, "fast")
+    check_chosen(case, first, scores, host(ids), exact=baseline.exact)
+    if jax.default_backend() == "gpu":
+        return in_graph([[call] for call in calls * (1 if baseline.rotates else 2)], runs)
+    return on_clock(lambda: [call() for call in calls], runs, len(calls), "eager")
 
 
 def tensors(arrays: Arrays) -> Arrays:
     """Torch tensors on the same memory; fp8 becomes a copy."""
-    return {name: _torch(x) for name, x in arrays.items() if isinstance(x, jax.Array)}
-
-
-def _torch(x: jax.Array) -> Any:
     import torch
 
-    if x.dtype.itemsize > 1:
-        return torch.from_dlpack(x)
-    return torch.from_dlpack(x.view(np.uint8)).view(torch.float8_e4m3fn)
+    def tensor(x: jax.Array) -> Any:
+        if x.dtype.itemsize > 1:
+            return torch.from_dlpack(x)
+        return torch.from_dlpack(x.view(np.uint8)).view(torch.float8_e4m3fn)
+
+    return {name: tensor(x) for name, x in arrays.items() if isinstance(x, jax.Array)}
 
 
 # ---- in torch ----
 
 
-def in_torch(case: Decode | Prefill, *, precise: bool = False, compiled: bool = False) -> Binder:
+def in_torch(case: Any, arrays: Arrays, *, precise: bool = False, compiled: bool = False) -> Call:
     """Gather, matrix product in fp16 (float32 if `precise`), maximum over a page's rows, topk."""
     import torch
 
-    dtype = torch.float32 if precise else torch.float16
-    score = _decode_scores if isinstance(case, Decode) else _prefill_scores
+    run = _compiled(case) if compiled else _local(case, torch.float32 if precise else torch.float16)
+    positions = torch.tensor([p for _, p in case.positions], device=arrays["keys"].device)
+    table = arrays["table"].clamp(min=0).long()
+    return lambda: run(arrays["queries"], arrays["keys"], table, positions)
 
+
+def _local(case: Any, dtype: Any) -> Callable[..., Any]:
     def local(queries: Any, keys: Any, table: Any, positions: Any) -> tuple[Any, Any]:
+        score = _decode_scores if isinstance(case, Decode) else _prefill_scores
         scores = score(case, queries.to(dtype), keys, table, positions)
         return scores, _choose(scores, positions)
 
-    if compiled:
-        torch._dynamo.reset()
-        local = torch.compile(local, dynamic=False)
-
-    def bind(arrays: Arrays) -> Call:
-        positions = torch.tensor([p for _, p in case.positions], device=arrays["keys"].device)
-        table = arrays["table"].clamp(min=0).long()
-        return lambda: local(arrays["queries"], arrays["keys"], table, positions)
-
-    return bind
+    return local
 
 
-TORCH = {
-    "torch_compile": Baseline(functools.partial(in_torch, compiled=True)),
-    "torch": Baseline(in_torch),
-}
+@functools.lru_cache(maxsize=1)
+def _compiled(case: Any) -> Callable[..., Any]:
+    import torch
+
+    torch._dynamo.reset()
+    return torch.compile(_local(case, torch.float16), dynamic=False)
 
 
 def _decode_scores(case: Any, queries: Any, keys: Any, table: Any, positions: Any) -> Any:
@@ -180,3 +180,124 @@ def _choose(scores: Any, positions: Any) -> Any:
     keyed = keyed.masked_fill(forced[:, None], torch.inf)
     values, ids = keyed.topk(min(TOPK, len(block)), dim=-1)
     return torch.where(values > -torch.inf, ids, -1).sort(-1).values
+
+
+# ---- by other packages ----
+
+
+def share(case: Decode | Prefill) -> Decode | Prefill:
+    """A rank's share of each request's keys, all in one place; in prefill as `whole`."""
+    if isinstance(case, Prefill):
+        return whole(case)
+    lens = tuple(n // case.world_size for n in case.lens)
+    return dataclasses.replace(case, lens=lens, world_size=1)
+
+
+def whole(case: Decode | Prefill) -> Decode | Prefill:
+    """All keys, for the heads that a rank owns."""
+    return dataclasses.replace(case, world_size=1, heads=NUM_HEADS // case.world_size)
+
+
+def find_peer(name: str) -> Baseline | str:
+    """The peer, one of PEERS, or why it cannot be measured here."""
+    module, functions, bind, given = PEERS[name]
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return "not installed"
+    try:
+        package = importlib.import_module(module)
+    except Exception as error:  # whatever a package of others does when it is loaded
+        return f"cannot import {module}: {type(error).__name__}: {error}"
+    for function, wanted in functions.items():
+        if not hasattr(package, function):
+            return f"{module}.{function} does not exist"
+        offered = inspect.signature(getattr(package, function)).parameters
+        if missing := [x for x in wanted.split() if x not in offered]:
+            return f"{module}.{function}({', '.join(offered)}) has no {', '.join(missing)}"
+    return Baseline(functools.partial(bind, package), given, rotates=True, exact=False)
+
+
+def _lengths(case: Any, arrays: Arrays) -> tuple[Any, Any, Any, int]:
+    """Of tokens where each request's begin and the last end, of keys, and of keys before; most."""
+    import torch
+
+    starts = np.cumsum([0, *case.query_lens])
+    before = np.subtract(case.lens, case.query_lens)
+    words = (torch.as_tensor(x, dtype=torch.int32) for x in (starts, np.array(case.lens), before))
+    return *(x.to(arrays["keys"].device) for x in words), max(case.query_lens)
+
+
+def _flashinfer(package: Any, case: Any, arrays: Arrays) -> Call:
+    import torch
+
+    keys, columns = arrays["keys"], max(case.request_pages)
+    pages = keys.reshape(-1, 1, PAGE_SIZE, HEAD_DIM)
+    starts, lens, _, most = _lengths(case, arrays)
+    scores = torch.empty(case.heads, columns, case.tokens, device=keys.device)
+    ids = torch.empty(case.tokens, case.heads, TOPK, dtype=torch.int32, device=keys.device)
+
+    def call() -> tuple[Any, Any]:
+        package.msa_proxy_score(
+            *(arrays["queries"], pages, starts),
+            page_table=arrays["table"],
+            seqused_k=lens,
+            causal=True,
+            max_seqlen_q=most,
+            max_k_tiles=columns,
+            output=scores,
+        )
+        package.msa_topk_select(
+            *(scores, TOPK),
+            num_valid_pages=arrays["counts"],
+            output=ids,
+            force_begin_blocks=INIT_BLOCKS,
+            force_end_blocks=LOCAL_BLOCKS,
+        )
+        return scores.permute(2, 0, 1), ids
+
+    return call
+
+
+def _vllm(package: Any, case: Any, arrays: Arrays) -> Call:
+    import torch
+
+    keys, longest = arrays["keys"], max(case.request_pages) * PAGE_SIZE
+    starts, lens, before, most = _lengths(case, arrays)
+    ids = torch.empty(case.heads, case.tokens, TOPK, dtype=torch.int32, device=keys.device)
+    inputs = (arrays["queries"], keys, arrays["table"])
+    forced = {"init_blocks": INIT_BLOCKS, "local_blocks": LOCAL_BLOCKS, "topk": TOPK, "out": ids}
+    sizes = {"max_seq_len": longest, "num_kv_heads": case.heads}
+
+    def decoded() -> tuple[Any, Any]:
+        each = {"decode_query_len": most, "max_decode_query_len": most}
+        package.minimax_m3_index_decode(*inputs, lens, **sizes, **forced, **each)
+        return None, ids.permute(1, 0, 2)
+
+    def prefilled() -> tuple[Any, Any]:
+        given, each = (starts, lens, before), {"max_query_len": most}
+        plane = package.minimax_m3_index_score(*inputs, *given, **each, **sizes)
+        package.minimax_m3_index_topk(plane, starts, before, **each, **forced)
+        return None, ids.permute(1, 0, 2)
+
+    return decoded if isinstance(case, Decode) else prefilled
+
+
+_FLASHINFER = {
+    "msa_proxy_score": "q k cu_seqlens_q page_table seqused_k causal max_seqlen_q max_k_tiles "
+    "output",
+    "msa_topk_select": "max_score topk num_valid_pages output force_begin_blocks force_end_blocks",
+}
+_VLLM = {
+    "minimax_m3_index_decode": "idx_q index_kv_cache block_table seq_lens max_seq_len topk "
+    "init_blocks local_blocks num_kv_heads decode_query_len max_decode_query_len out",
+    "minimax_m3_index_score": "idx_q index_kv_cache block_table cu_seqlens_q seq_lens prefix_lens "
+    "max_query_len max_seq_len num_kv_heads",
+    "minimax_m3_index_topk": "score cu_seqlens_q prefix_lens max_query_len topk init_blocks "
+    "local_blocks out",
+}
+# Name: the module, its functions with their parameters, what binds a call, the case it gets.
+PEERS: dict[str, tuple[str, dict[str, str], Callable[..., Call], Callable[..., Any]]] = {
+    "flashinfer": ("flashinfer.msa_ops", _FLASHINFER, _flashinfer, share),
+    "flashinfer-no-icp": ("flashinfer.msa_ops", _FLASHINFER, _flashinfer, whole),
+    "vllm": ("vllm.models.minimax_m3.common.ops", _VLLM, _vllm, share),
+}
+NAMES = ("torch", "torch_compile", *PEERS)

@@ -3,6 +3,8 @@
 A *floor* is the larger of bytes over the read ceiling and operations over the matmul ceiling, both
 measured in the same run. A *target* bounds the local stage's time by a multiple of the floor;
 those of select and merge alone are in microseconds (launches set their floor).
+
+A new case is a line of the tables below; what is measured of it stands in its class.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from typing import ClassVar
 import numpy as np
 
 from msa_icp_jax.geometry import (
-    BLOCK_SIZE,
     COLUMN_MULTIPLE,
     HEAD_DIM,
     NUM_HEADS,
@@ -60,15 +61,13 @@ class Sharded:
     """A step over requests (decode) or segments (prefill).
 
     Attributes:
-      name: the case's name in results.
       lens: keys of each request.
       query_lens: tokens of each, the last ones of its keys.
-      world_size: ranks that share the keys.
       target: the local stage's time over the floor, at most; None where there is none.
       data: "normal", or of columns that are selected badly: "ascending" (each beats all before it)
         or "ties" (all alike).
-      heads: index heads.
       dtype: of keys and queries.
+      precision: the usual one, which the target is for.
     """
 
     name: str
@@ -79,14 +78,17 @@ class Sharded:
     data: str = "normal"
     heads: int = NUM_HEADS
     dtype: str = FLOAT8
-    precision: ClassVar[str]  # the usual one, which the target is for
+    precision: ClassVar[str]
     normal_stages: ClassVar[tuple[str, ...]]
+
+    @property
+    def normal(self) -> bool:
+        return self.data == "normal" and self.dtype == FLOAT8
 
     @property
     def stages(self) -> tuple[str, ...]:
         """Those measured: of special data or dtype the whole local work alone."""
-        normal = self.data == "normal" and self.dtype == FLOAT8
-        return self.normal_stages if normal else ("local",)
+        return self.normal_stages if self.normal else ("local",)
 
     @property
     def rank(self) -> int:
@@ -95,10 +97,6 @@ class Sharded:
     @property
     def rows_per_page(self) -> int:
         return PAGE_SIZE // self.world_size
-
-    @property
-    def heads_per_rank(self) -> int:
-        return self.heads // self.world_size
 
     @property
     def request_pages(self) -> list[int]:
@@ -112,31 +110,16 @@ class Sharded:
     def tokens(self) -> int:
         return sum(self.query_lens)
 
-    @functools.cached_property
-    def positions(self) -> list[tuple[int, int]]:
-        """(request, position) of every token."""
-        requests = enumerate(zip(self.lens, self.query_lens, strict=True))
-        return [(b, n - queries + i) for b, (n, queries) in requests for i in range(queries)]
-
     @property
     def key_rows(self) -> int:
         """The rank's rows of every page in use."""
         return sum(self.request_pages) * self.rows_per_page
 
-    @property
-    def input_bytes(self) -> int:
-        row_bytes = HEAD_DIM * (1 if self.dtype == FLOAT8 else 2)
-        return (self.key_rows + self.tokens * self.heads) * row_bytes
-
-    @property
-    def plane_bytes(self) -> int:
-        """The score plane."""
-        return self.tokens * self.heads * self.columns * WORD
-
-    @property
-    def stream_bytes(self) -> int:
-        """Bytes that one pass over one input set brings through the L2 cache, at least."""
-        return self.input_bytes + (self.plane_bytes if isinstance(self, Prefill) else 0)
+    @functools.cached_property
+    def positions(self) -> list[tuple[int, int]]:
+        """(request, position) of every token."""
+        requests = enumerate(zip(self.lens, self.query_lens, strict=True))
+        return [(b, n - queries + i) for b, (n, queries) in requests for i in range(queries)]
 
     def visible(self, position: int, keys: int) -> int:
         """Keys of this rank that a token at `position` of a request of `keys` keys sees."""
@@ -145,25 +128,26 @@ class Sharded:
         return whole * self.rows_per_page + inside
 
     @functools.cached_property
-    def key_flops(self) -> int:
+    def _flops(self) -> int:
         """Operations on the keys that the tokens see."""
         seen = sum(self.visible(position, self.lens[b]) for b, position in self.positions)
         return 2 * HEAD_DIM * self.heads * seen
 
     def floor(self, stage: str) -> Floor:
         """What a stage cannot do without; the plane between two parts is a choice."""
-        rows = self.tokens * self.heads * ROW_WORDS * WORD
+        queries = self.tokens * self.heads
+        read = (self.key_rows + queries) * HEAD_DIM * (1 if self.dtype == FLOAT8 else 2)
+        plane, rows = queries * self.columns * WORD, queries * ROW_WORDS * WORD
         match stage:
             case "score":
-                return Floor(self.input_bytes + self.plane_bytes, self.key_flops, self.dtype)
+                return Floor(read + plane, self._flops, self.dtype)
             case "select":
-                return Floor(self.plane_bytes + rows)
+                return Floor(plane + rows)
             case "merge":
-                return Floor(rows + self.tokens * self.heads_per_rank * TOPK * WORD)
-        return Floor(self.input_bytes, self.key_flops, self.dtype)
+                return Floor(rows + queries // self.world_size * TOPK * WORD)
+        return Floor(read, self._flops, self.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
 class Decode(Sharded):
     """As many new tokens of every request."""
 
@@ -175,7 +159,6 @@ class Decode(Sharded):
         return self.query_lens[0]
 
 
-@dataclasses.dataclass(frozen=True)
 class Prefill(Sharded):
     """The last tokens of every segment."""
 
@@ -203,18 +186,20 @@ class Alone:
     def stages(self) -> tuple[str, ...]:
         return (self.stage,)
 
-    @property
-    def heads_per_rank(self) -> int:
-        return NUM_HEADS // self.world_size
-
-    @property
-    def stream_bytes(self) -> int:
-        read = self.columns if self.stage == "select" else ROW_WORDS
-        return self.tokens * NUM_HEADS * read * WORD
-
     def floor(self, stage: str) -> Floor:
-        written = NUM_HEADS * ROW_WORDS if stage == "select" else self.heads_per_rank * TOPK
-        return Floor(self.stream_bytes + self.tokens * written * WORD)
+        row, scores = NUM_HEADS * ROW_WORDS, NUM_HEADS * self.columns
+        ids = NUM_HEADS // self.world_size * TOPK
+        return Floor(self.tokens * (row + (scores if stage == "select" else ids)) * WORD)
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """What a torch decode costs the host (host.py); at most `target` times the first one."""
+
+    name: str
+    backend: str
+    target: float | None = None
+    precision = "exact"
 
 
 Case = Decode | Prefill | Alone
@@ -229,12 +214,6 @@ def decode(
 
 def _prefill(name: str, tokens: int, end: int, world_size: int, target: float) -> Prefill:
     return Prefill(name, (end,), (tokens,), world_size, target)
-
-
-def at_world_size(case: Decode, world_size: int) -> Decode:
-    """The case at this many ranks, with a name that says so."""
-    name = re.sub(r"-w\d", f"-w{world_size}", case.name)
-    return dataclasses.replace(case, name=name, world_size=world_size)
 
 
 def ragged_decode_lens() -> tuple[int, ...]:
@@ -253,6 +232,7 @@ DECODE = (
     decode("d-b32-128k-w4-q4", (1 << 17,) * 32, 4, 1.24, each=4),
     decode("d-b64-ragged-w4", ragged_decode_lens(), 4, 1.29),
 )
+_RAGGED_ENDS = tuple(round(16384 * 16 ** (i / 7)) for i in range(8))
 PREFILL = (
     _prefill("p-8k-w4", 8192, 1 << 13, 4, 3.0),
     _prefill("p-8k-w2", 8192, 1 << 13, 2, 2.2),
@@ -262,23 +242,26 @@ PREFILL = (
     _prefill("p-128k-w2", 8192, 1 << 17, 2, 1.15),
     _prefill("p-t2048-128k-w4", 2048, 1 << 17, 4, 1.30),
     _prefill("p-t2048-128k-w2", 2048, 1 << 17, 2, 1.20),
-    Prefill(
-        "p-ragged-w4", tuple(round(16384 * 16 ** (i / 7)) for i in range(8)), (1024,) * 8, 4, 1.35
-    ),
+    Prefill("p-ragged-w4", _RAGGED_ENDS, (1024,) * 8, 4, 1.35),
 )
-ADVERSARIAL = tuple(
-    dataclasses.replace(PREFILL[2], name=f"{PREFILL[2].name}-{data}", target=None, data=data)
-    for data in ("ascending", "ties")
-)
+_BF16_TARGETS = {
+    "d-b8-128k-w4": 1.35,
+    "d-b32-32k-w2": 1.22,
+    "d-b32-128k-w4": 1.12,
+    "d-b64-64k-w2": 1.08,
+}
+
+
+def _like(name: str, suffix: str, **changes: object) -> Decode | Prefill:
+    """The case of that name with changes, under a name that says so."""
+    case = next(case for case in (*DECODE, *PREFILL) if case.name == name)
+    return dataclasses.replace(case, name=f"{name}-{suffix}", **changes)
+
+
 BF16 = tuple(
-    dataclasses.replace(case, name=f"{case.name}-bf16", target=target, dtype=BFLOAT16)
-    for case, target in (
-        (DECODE[1], 1.35),
-        (DECODE[2], 1.22),
-        (DECODE[3], 1.12),
-        (DECODE[4], 1.08),
-    )
+    _like(name, "bf16", target=target, dtype=BFLOAT16) for name, target in _BF16_TARGETS.items()
 )
+ADVERSARIAL = tuple(_like("p-32k-w4", x, target=None, data=x) for x in ("ascending", "ties"))
 ADVERSARIAL_OVER_NORMAL = 2.5  # their time over that of the case of normal data, at most
 ALONE = (
     Alone("select", 32, 1024, 3.8),
@@ -290,15 +273,13 @@ ALONE = (
     Alone("merge", 256),
     Alone("merge", 8192),
 )
-
-# What a torch decode costs the host (host.py): the backend, and the most in times of the first one.
-HOST: dict[str, tuple[str, float | None]] = {
-    "torch-op": ("torch", None),
-    "decode-direct-eager": ("mosaic", 2.5),
-    "decode-direct-eager-fresh": ("mosaic", 4.0),
-    "decode-direct-graph": ("mosaic", None),
-    "decode-dlpack-eager": ("mosaic", 35.0),
-}
+HOST = (
+    Host("torch-op", "torch"),
+    Host("decode-direct-eager", "mosaic", 2.5),
+    Host("decode-direct-eager-fresh", "mosaic", 4.0),
+    Host("decode-direct-graph", "mosaic"),
+    Host("decode-dlpack-eager", "mosaic", 35.0),
+)
 
 FULL: tuple[Case, ...] = (*DECODE, *ALONE, *PREFILL, *BF16, *ADVERSARIAL)
 QUICK: tuple[Case, ...] = (
@@ -311,6 +292,13 @@ QUICK: tuple[Case, ...] = (
 )
 
 
-def visible_blocks(position: int) -> int:
-    """`num_valid_pages` of a token."""
-    return max(0, position // BLOCK_SIZE + 1)
+def at_world_size(case: Decode, world_size: int) -> Decode:
+    """The case at this many ranks, with a name that says so."""
+    name = re.sub(r"-w\d", f"-w{world_size}", case.name)
+    return dataclasses.replace(case, name=name, world_size=world_size)
+
+
+def of_ranks(world_size: int) -> list[Decode]:
+    """Every decode case at this many ranks, those that are so by themselves first."""
+    own_first = sorted(DECODE, key=lambda case: case.world_size != world_size)
+    return [at_world_size(case, world_size) for case in own_first]

@@ -1,7 +1,8 @@
 """What must hold before a time counts, against plain numpy on a sample of tokens.
 
 Scores: float64, within the tolerance of the arithmetic. Rows: exactly the Top16 of the scores that
-the same backend wrote. Merged ids: exactly the Top16 of the rows received.
+the same backend wrote. Merged ids: exactly the Top16 of the rows received. Every check raises
+`Mismatch` where they differ.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.cases import INIT_BLOCKS, LOCAL_BLOCKS, PAGE_SIZE, Sharded
+from benchmarks.cases import FLOAT8, INIT_BLOCKS, LOCAL_BLOCKS, PAGE_SIZE, Case, Sharded
+from benchmarks.stages import Arrays
 from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS
 from msa_icp_jax.rows import ROW_WORDS
 
@@ -23,10 +25,9 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 oracle = importlib.import_module("oracle")  # numpy's view of the contract, which the tests use too
 
 EPS = {"exact": 2.0**-17, "fast": 2.0**-10}
+_FORCED = (INIT_BLOCKS, LOCAL_BLOCKS)
 _TOKENS, _COLUMNS = 12, 24
 _KEY_PAGES = 1024  # from which the length of keys is taken
-
-Arrays = dict[str, Any]
 
 
 class Mismatch(AssertionError):
@@ -38,22 +39,32 @@ def host(x: Any) -> np.ndarray:
     return np.asarray(x) if isinstance(x, jax.Array | np.ndarray) else x.cpu().numpy()
 
 
-def sample(count: int, most: int) -> np.ndarray:
+def sample(count: int, most: int = 4 * _TOKENS) -> np.ndarray:
     """At most `most` of range(count), evenly, the first and the last among them."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
 
 
 def _some(x: Any, tokens: np.ndarray) -> np.ndarray:
     """Rows `tokens` of a score plane, fetched alone."""
-    return host(x[jnp.asarray(tokens) if isinstance(x, jax.Array) else tokens.tolist()])
+    found = host(x[jnp.asarray(tokens) if isinstance(x, jax.Array) else tokens.tolist()])
+    return np.ascontiguousarray(found)
+
+
+def check_stage(case: Case, stage: str, precision: str, arrays: Arrays) -> None:
+    """Checks all that a stage computed."""
+    counts = arrays["counts"]
+    if isinstance(case, Sharded) and stage != "merge":
+        # bfloat16 is multiplied exactly in every precision.
+        check_scores(case, arrays, precision if case.dtype == FLOAT8 else "exact")
+    if stage in ("select", "local", "fused-local", "chain"):
+        check_rows(case.tokens, arrays["scores"], counts, arrays["rows"])
+    if stage in ("merge", "chain"):
+        merged = (arrays["received"], counts, arrays["output"], arrays["errors"])
+        check_merged(case.tokens, *merged)
 
 
 def check_scores(case: Sharded, arrays: Arrays, precision: str) -> None:
-    """Compares sampled columns of sampled tokens with float64.
-
-    Raises:
-      Mismatch: a score is off by more than the tolerance.
-    """
+    """Compares sampled columns of sampled tokens with float64."""
     tokens = sample(case.tokens, _TOKENS)
     queries, table = host(arrays["queries"]), host(arrays["table"])
     for token, got in zip(tokens, _some(arrays["scores"], tokens), strict=True):
@@ -80,27 +91,17 @@ def check_scores(case: Sharded, arrays: Arrays, precision: str) -> None:
 
 
 def check_rows(tokens: int, scores: Any, counts: Any, rows: Any) -> None:
-    """Compares the rows of sampled tokens with the Top16 of `scores`.
-
-    Raises:
-      Mismatch: a row differs in any word.
-    """
-    some = sample(tokens, 4 * _TOKENS)
+    """Compares the rows of sampled tokens with the Top16 of `scores`, in every word."""
+    some = sample(tokens)
     got = host(rows).reshape(NUM_HEADS, -1, ROW_WORDS)[:, some]
-    planes = np.ascontiguousarray(_some(scores, some))
-    want = oracle.select(planes, host(counts)[some], INIT_BLOCKS, LOCAL_BLOCKS)
+    want = oracle.select(_some(scores, some), host(counts)[some], *_FORCED)
     _same("row", some, got.swapaxes(0, 1), want.swapaxes(0, 1))
 
 
 def check_merged(tokens: int, received: Any, counts: Any, output: Any, errors: Any) -> None:
-    """Compares the ids of sampled tokens with the Top16 of all sources' rows.
-
-    Raises:
-      Mismatch: a token's ids differ, or the merge counted a fault.
-    """
-    some = sample(tokens, 4 * _TOKENS)
-    rows = host(received)[:, :, some]
-    want = oracle.merge(rows, host(counts)[some], INIT_BLOCKS, LOCAL_BLOCKS)
+    """Compares the ids of sampled tokens with the Top16 of all sources' rows; no fault counts."""
+    some = sample(tokens)
+    want = oracle.merge(host(received)[:, :, some], host(counts)[some], *_FORCED)
     _same("ids", some, host(output)[some], want)
     if host(errors).any():
         raise Mismatch(f"the merge counted {int(host(errors)[0])} faults")
@@ -122,15 +123,12 @@ def check_chosen(
 
     Which of equal scores wins is not compared. Unless `exact`, nor is which of two wins that
     differ by less than the fast arithmetic may err.
-
-    Raises:
-      Mismatch: an id is none, comes twice, or is not among the best.
     """
     some = sample(case.tokens, 16)
     counts = host(arrays["counts"])[some]
     slack = 0.0 if exact else EPS["fast"] * _largest_sum(arrays)
-    planes = np.ascontiguousarray(_some(scores, some))
-    every = oracle.top_ids(planes, counts, INIT_BLOCKS, LOCAL_BLOCKS)
+    planes = _some(scores, some)
+    every = oracle.top_ids(planes, counts, *_FORCED)
     for token, count, rows, chosen in zip(some, counts, planes, every, strict=True):
         for head, (row, best) in enumerate(zip(rows, chosen, strict=True)):
             best, got = best[best >= 0], ids[token, head][ids[token, head] >= 0]

@@ -12,120 +12,131 @@ Rows merge into FILE where it exists. A case takes about 3 seconds on two H200.
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import importlib.util
 import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks import check, results, roofline
-from benchmarks.__main__ import add_run_options, fail, parser
-from benchmarks.cases import DECODE, Decode, at_world_size
-from benchmarks.inputs import GPU_STREAM_BYTES, Inputs, Pool
-from benchmarks.ranks import Rank
+from benchmarks import check, results, timing
+from benchmarks.__main__ import options_of, refusing
+from benchmarks.baselines import tensors
+from benchmarks.cases import INIT_BLOCKS, LOCAL_BLOCKS, Decode, of_ranks
 from benchmarks.report import line
-from benchmarks.stages import build, written_like
-from benchmarks.timing import GraphRun, Lowering, Times, in_graph
+from benchmarks.results import Refused
+from benchmarks.stages import (
+    GPU_STREAM_BYTES,
+    POISON,
+    Inputs,
+    Pool,
+    build,
+    plan_options,
+    written_like,
+)
+from benchmarks.timing import GraphRun, Times, in_graph
 from msa_icp_jax import msa_icp_comm_layout
+from msa_icp_jax.geometry import NUM_HEADS, TOPK
 from msa_icp_jax.rows import ROW_WORDS, TAGGED_WORDS
 
+# A bare checkout has the package beside this one; an installed one comes first.
+sys.path.append(str(Path(__file__).parents[1] / "interop"))
+
 BACKENDS = ("none", "nccl", "one-sided-legacy", "one-sided-tagged")
-LINKS = 96  # of a graph; whole turns of the three slots
-RUNS = 11
+_LINKS, _RUNS = 96, 11  # of a graph: whole turns of the three slots
+_SPIN_LIMIT = 1 << 24  # looks, some seconds
+_READ = ("queries", "keys", "table", "lens", "counts", "scores")
 
 
-def cases(world_size: int, pattern: str) -> list[Decode]:
-    """The decode cases at this many ranks: those that are, then the others, under another name."""
-    own_first = sorted(DECODE, key=lambda case: case.world_size != world_size)
-    found = [at_world_size(case, world_size) for case in own_first]
-    return [case for case in found if fnmatch.fnmatch(case.name, pattern)]
+class Rank:
+    """A rank of the torch plan that decodes a case; all ranks read the same inputs."""
+
+    def __init__(
+        self,
+        case: Decode,
+        inputs: Inputs,
+        rank: int,
+        *,
+        route: str = "direct",
+        tagged: bool = True,
+        storage: Any = None,
+    ) -> None:
+        import torch
+
+        self.case, self._tagged = case, tagged
+        self.plan = plan_of(case, rank, route)
+        self.comm = self.plan.init_comm(storage)
+        fixed = tensors(inputs.fixed)
+        self.sets = [fixed | tensors(one_set) for one_set in inputs.sets]
+        device, columns = fixed["keys"].device, self.plan.decode_score_shape()[2]
+        for arrays in self.sets:
+            arrays["scores"] = torch.empty(case.tokens, NUM_HEADS, columns, device=device)
+        shape = (case.tokens, NUM_HEADS // case.world_size, TOPK)
+        self.output = torch.full(shape, POISON, dtype=torch.int32, device=device)
+
+    def warm(self, addresses: Sequence[int] = ()) -> None:
+        """Compiles decode; with the addresses of all ranks' storage it is one-sided."""
+        if addresses:
+            self.comm.connect(addresses)
+        self.plan.warmup(
+            self.sets[0]["keys"],
+            table_width=self.sets[0]["table"].shape[1],
+            batch_sizes=[len(self.case.lens)],
+            query_lens=[self.case.query_len],
+            comm=self.comm,
+            tagged=self._tagged,
+            prefill=False,
+        )
+
+    def decode(self, number: int, queries: Any = None) -> None:
+        """A decode on the set of that number, in its slot, of these queries or its own."""
+        arrays = self.sets[number % len(self.sets)]
+        own, *rest = (arrays[name] for name in _READ)
+        self.plan.decode(
+            *(own if queries is None else queries, *rest, self.output),
+            comm=self.comm,
+            slot=number,
+            tagged=self._tagged,
+            decode_query_len=self.case.query_len,
+        )
+
+    def sent(self, number: int) -> np.ndarray:
+        """The rows that a decode sent to every rank, by its score plane [W, hpr, T, 33]."""
+        arrays, case = self.sets[number % len(self.sets)], self.case
+        planes = np.ascontiguousarray(check.host(arrays["scores"])[..., : case.columns])
+        rows = check.oracle.select(planes, check.host(arrays["counts"]), INIT_BLOCKS, LOCAL_BLOCKS)
+        return rows.reshape(case.world_size, -1, case.tokens, ROW_WORDS)
+
+    def check(self, received: np.ndarray) -> None:
+        """Raises `check.Mismatch` unless these rows were merged, and no faults were counted."""
+        counts = self.sets[0]["counts"]
+        check.check_merged(self.case.tokens, received, counts, self.output, self.comm.errors)
 
 
-def main(arguments: Sequence[str]) -> int:
-    found = parser("torchrun --nproc-per-node 2 -m benchmarks.exchange", __doc__)
-    found.add_argument(
-        "--cases", default="*", metavar="GLOB", help="names of cases, all by default: '*b32-32k*'"
-    )
-    found.add_argument(
-        "--backends", nargs="+", default=BACKENDS, choices=BACKENDS, metavar="BACKEND"
-    )
-    parsed = add_run_options(found, "", budget=600.0).parse_args(arguments)
-    try:
-        if reason := _unable(parsed.cases):
-            return fail(reason)
-        results.prepare(parsed.out)
-    except results.Refused as error:
-        return fail(str(error))
-    _measure(parsed)
-    return 0
-
-
-def _unable(pattern: str) -> str | None:
-    """Why this process cannot take part, or None."""
-    if importlib.util.find_spec("torch") is None:
-        return "this Python has no torch; `make bench CUDA=13` sets one up, .venv/bin/python"
+def plan_of(case: Decode, rank: int, route: str) -> Any:
     import torch
 
-    if torch.cuda.device_count() < 2:
-        return f"it takes two Hopper GPUs of one host, torch sees {torch.cuda.device_count()}"
-    if "LOCAL_RANK" not in os.environ:
-        return "it takes a process a GPU: torchrun --nproc-per-node 2 -m benchmarks.exchange ..."
-    world_size = int(os.environ["WORLD_SIZE"])
-    if world_size not in (2, 4):
-        return f"it takes 2 or 4 processes, there are {world_size}"
-    if not cases(world_size, pattern):
-        there = ", ".join(case.name for case in cases(world_size, "*"))
-        return f"no case has a name like {pattern!r}; there are {there}"
-    return None
+    import msa_icp_torch
 
-
-def _measure(parsed: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    start = time.monotonic()
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    jax.config.update("jax_default_device", jax.devices()[rank])
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    found = cases(dist.get_world_size(), parsed.cases)
-    device = f"{torch.cuda.get_device_name()} x{dist.get_world_size()}"
-    ceilings = roofline.measure(torch)
-    setting = results.Setting(device, str(torch.__version__), ceilings, parsed.commit)
-    pool = Pool(found, GPU_STREAM_BYTES)
-    for case in found:
-        spent: list[Any] = [time.monotonic() - start]
-        dist.broadcast_object_list(spent)  # all ranks decide alike
-        if spent[0] > parsed.budget_seconds:
-            print(f"left out, out of time: {case.name}")
-            continue
-        inputs, alone = pool.inputs(case, "mosaic"), None
-        for backend in parsed.backends:
-            every: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(every, over(backend, case, inputs, rank))
-            times = max(every, key=lambda times: times.median)
-            alone = times.median if backend == "none" else alone
-            more = {"payload_bytes": payload(case, backend)}
-            if backend != "none" and alone is not None:
-                more["added_us"] = round(times.median - alone, 3)
-            key = (case.name, "chain", backend, "exact")
-            row = setting.row(key, times, case.floor("chain").us(ceilings), **more)
-            if rank == 0:
-                print(line(row, {}), flush=True)
-                results.save(parsed.out, [row])
-    dist.destroy_process_group()
+    return msa_icp_torch.prepare_msa_icp_indexer(
+        rank=rank,
+        device=torch.device("cuda", torch.cuda.current_device()),
+        backend="mosaic",
+        route=route,
+        spin_limit=_SPIN_LIMIT,
+        **plan_options(case),
+    )
 
 
 def payload(case: Decode, backend: str) -> int:
     """Bytes that a rank sends."""
     words = 2 * TAGGED_WORDS if backend == "one-sided-tagged" else ROW_WORDS
-    rows = (case.world_size - 1) * case.heads_per_rank * case.tokens
+    rows = (case.world_size - 1) * NUM_HEADS // case.world_size * case.tokens
     return 0 if backend == "none" else rows * words * 4
 
 
@@ -133,11 +144,10 @@ def over(backend: str, case: Decode, inputs: Inputs, number: int) -> Times:
     """A rank's chain over a transport, checked."""
     if backend == "none":
         stage = build(case, "chain", "mosaic", "exact")
-        lower = functools.partial(Lowering().of, case, "exact")
-        run = GraphRun(stage, inputs, written_like(case), LINKS, lower)
-        a = run.run()
-        check.check_merged(case.tokens, a["received"], a["counts"], a["output"], a["errors"])
-        return run.times(RUNS)
+        lower = functools.partial(timing.lowered, {}, case, "exact")
+        run = GraphRun(stage, inputs, written_like(case), _LINKS, lower)
+        check.check_stage(case, "chain", "exact", run.run())
+        return run.times(_RUNS)
     storage = storage_of(case) if backend.startswith("one-sided") else None
     tagged = backend != "one-sided-legacy"
     rank = Rank(case, inputs, number, tagged=tagged, storage=storage)
@@ -145,8 +155,8 @@ def over(backend: str, case: Decode, inputs: Inputs, number: int) -> Times:
     for link in range(3):
         rank.decode(link)
     rank.check(delivered(rank.sent(2)))
-    links = [[functools.partial(rank.decode, link)] for link in range(LINKS)]
-    found = in_graph(links, RUNS, start_together)
+    links = [[functools.partial(rank.decode, link)] for link in range(_LINKS)]
+    found = in_graph(links, _RUNS, start_together)
     if check.host(rank.comm.errors).any():
         raise check.Mismatch(f"{case.name}: faults over {backend}")
     return found
@@ -157,7 +167,7 @@ def storage_of(case: Decode) -> Any:
     import torch
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    layout = msa_icp_comm_layout(case.world_size, case.heads_per_rank, case.tokens)
+    layout = msa_icp_comm_layout(case.world_size, NUM_HEADS // case.world_size, case.tokens)
     return symmetric_memory.empty(layout.storage_words, dtype=torch.int32, device="cuda")
 
 
@@ -190,6 +200,74 @@ def start_together() -> None:
 
     torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1, device="cuda"))
+
+
+# ---- the program ----
+
+
+def main(arguments: Sequence[str]) -> int:
+    found = options_of(__doc__, cases=True)
+    named = {"nargs": "+", "default": BACKENDS, "choices": BACKENDS, "metavar": "BACKEND"}
+    found.add_argument("--backends", **named)
+    return refusing(_main, found.parse_args(arguments))
+
+
+def _able(pattern: str) -> list[Decode]:
+    """The cases that this process takes part in; `Refused` where it can't."""
+    if importlib.util.find_spec("torch") is None:
+        raise Refused("this Python has no torch; `make bench CUDA=13` sets up one that has")
+    import torch
+
+    from benchmarks.run import named
+
+    if torch.cuda.device_count() < 2:
+        gpus = torch.cuda.device_count()
+        raise Refused(f"it takes two Hopper GPUs of one host, torch sees {gpus}")
+    if "LOCAL_RANK" not in os.environ:
+        raise Refused("it takes a process a GPU: torchrun --nproc-per-node 2 -m ...")
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size not in (2, 4):
+        raise Refused(f"it takes 2 or 4 processes, there are {world_size}")
+    return named(of_ranks(world_size), pattern)
+
+
+def _main(parsed: Any) -> int:
+    found = _able(parsed.cases)
+    results.prepare(parsed.out)
+    import torch
+    import torch.distributed as dist
+
+    start = time.monotonic()
+    rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank)
+    jax.config.update("jax_default_device", jax.devices()[rank])
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    device = f"{torch.cuda.get_device_name()} x{world_size}"
+    ceilings = timing.ceilings(torch)
+    setting = results.Setting(device, str(torch.__version__), ceilings, parsed.commit)
+    pool = Pool(found, GPU_STREAM_BYTES)
+    for case in found:
+        spent: list[Any] = [time.monotonic() - start]
+        dist.broadcast_object_list(spent)  # all ranks decide alike
+        if spent[0] > parsed.budget_seconds:
+            print(f"left out, out of time: {case.name}")
+            continue
+        inputs, alone = pool.inputs(case, "mosaic"), None
+        for backend in parsed.backends:
+            every: list[Any] = [None] * world_size
+            dist.all_gather_object(every, over(backend, case, inputs, rank))
+            times = max(every, key=lambda times: times.median)
+            alone = times.median if backend == "none" else alone
+            more = {"payload_bytes": payload(case, backend)}
+            if backend != "none" and alone is not None:
+                more["added_us"] = round(times.median - alone, 3)
+            key = (case.name, "chain", backend, "exact")
+            row = setting.row(key, times, case.floor("chain").us(ceilings), **more)
+            if rank == 0:
+                print(line(row, {}), flush=True)
+                results.save(parsed.out, [row])
+    dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":

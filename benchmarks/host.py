@@ -13,45 +13,42 @@ what is timed is the host's work alone. The kernels' answers are checked.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
-from benchmarks import check, results, roofline
-from benchmarks.__main__ import add_run_options, fail, parser
+from benchmarks import check
+from benchmarks.__main__ import options_of, refusing
 from benchmarks.cases import HOST, decode
-from benchmarks.inputs import Pool
-from benchmarks.ranks import Rank
-from benchmarks.report import line
-from benchmarks.run import Machine
-from benchmarks.timing import Times
+from benchmarks.exchange import Rank
+from benchmarks.stages import Pool
+from benchmarks.timing import Times, on_clock
 
 _CASE = decode("host", (8192,) * 8, 2)
 _GRAPH_DECODES = 12
 _ROUNDS, _CALLS = 50, 20
 
 
-def measure() -> Iterator[tuple[str, Times]]:
-    """The times of every case of `cases.HOST`; needs a Hopper GPU that torch sees."""
+def measure(name: str) -> Times:
+    """The times of a case of `cases.HOST`; needs a Hopper GPU that torch sees."""
     import torch
 
-    a, b, c = torch.ones(3, 1024, device="cuda")
-    yield "torch-op", _times(lambda _: torch.add(a, b, out=c), 1)
-    ranks = _Ranks("direct")
-    yield "decode-direct-eager", ranks.eager()
-    yield "decode-direct-eager-fresh", ranks.eager(fresh=True)
-    yield "decode-direct-graph", ranks.graph()
-    with mock.patch.multiple(
+    if name == "torch-op":
+        a, b, c = torch.ones(3, 1024, device="cuda")
+        return _times(lambda _: torch.add(a, b, out=c), 1)
+    with mock.patch.multiple(  # of the dlpack route
         "msa_icp_torch.exchange",
         check_group=lambda *_: None,
         all_to_all=lambda received, message, _: received.copy_(message),
     ):
-        yield "decode-dlpack-eager", _Ranks("dlpack").eager()
+        ranks = _ranks(name.split("-")[1])
+        graph = name == "decode-direct-graph"
+        return ranks.graph() if graph else ranks.eager(fresh=name.endswith("fresh"))
 
 
 class _Ranks:
@@ -60,24 +57,22 @@ class _Ranks:
     def __init__(self, route: str) -> None:
         import torch
 
-        self._torch = torch
+        self._torch, self._calls = torch, 0
         self._inputs = Pool([_CASE], 0).inputs(_CASE, "mosaic")
-        self._ranks = [
-            Rank(_CASE, self._inputs, rank, route=route) for rank in range(_CASE.world_size)
-        ]
-        self._streams = [torch.cuda.Stream() for _ in self._ranks]
-        self._calls = 0
+        numbers = range(_CASE.world_size)
+        self._ranks = [Rank(_CASE, self._inputs, number, route=route) for number in numbers]
+        self._streams = [torch.cuda.Stream() for _ in numbers]
         storages = [rank.comm.storage.data_ptr() for rank in self._ranks]
         for rank in self._ranks:
             rank.warm(storages if route == "direct" else ())
 
-    def eager(self, *, fresh: bool = False) -> Times:
+    def eager(self, *, fresh: bool) -> Times:
         """A call of every rank; `fresh` brings a query tensor of its own to every call."""
         own = self._ranks[0].sets[0]["queries"]
         queries = [own] * _CALLS
 
         def renew() -> None:
-            queries[:] = [own.clone() for _ in queries]
+            queries[:] = [own.clone() for _ in queries] if fresh else queries
 
         def call(number: int) -> None:
             self._each(lambda rank: rank.decode(2 * self._calls, queries[number]))  # set 0
@@ -86,7 +81,7 @@ class _Ranks:
         call(0)
         self._check()
         overhead = _times(lambda _: self._each(lambda _: None), len(self._ranks))
-        found = _times(call, len(self._ranks), renew if fresh else lambda: None)
+        found = _times(call, len(self._ranks), renew)
         return Times(tuple(x - overhead.median for x in found.us), found.method)
 
     def graph(self) -> Times:
@@ -96,7 +91,6 @@ class _Ranks:
             with self._torch.cuda.graph(graph, stream=stream):
                 for layer in range(_GRAPH_DECODES):
                     rank.decode(2 * (self._calls + layer))
-        for rank in self._ranks:
             rank.output.zero_()
         self._each(lambda rank: graphs[rank].replay())
         self._check()
@@ -120,54 +114,44 @@ class _Ranks:
                 rank.check(received)
 
 
-def _times(
-    call: Callable[[int], Any], each: int, before: Callable[[], Any] = lambda: None
-) -> Times:
+_ranks = functools.cache(_Ranks)
+
+
+def _times(call: Callable[[int], Any], each: int, before: Callable[[], Any] = list) -> Times:
     """Host microseconds of `_ROUNDS` rounds of calls that count `each`-fold."""
     import torch
 
-    for number in range(_CALLS):
-        call(number)
-    found = []
-    for _ in range(_ROUNDS):
-        before()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+    def all_calls() -> None:
         for number in range(_CALLS):
             call(number)
-        found.append((time.perf_counter() - start) * 1e6 / (_CALLS * each))
+
+    def ready() -> None:
+        before()
+        torch.cuda.synchronize()
+
+    all_calls()
+    found = on_clock(all_calls, _ROUNDS, _CALLS * each, "host", ready)
     torch.cuda.synchronize()
-    return Times(tuple(found), "host")
+    return found
+
+
+def _main(parsed: Any) -> int:
+    if importlib.util.find_spec("torch"):
+        import msa_icp_torch  # noqa: F401  (before JAX takes the GPU's memory)
+    from benchmarks.run import Item, Machine, Runner  # it measures by this module
+
+    machine = Machine()
+    out = parsed.out or machine.default_out
+    if not machine.mosaic:
+        machine.absent = {"host": "it takes a Hopper GPU that JAX and torch see"}
+    wanted = [Item(case, "host", case.backend, "exact") for case in HOST if machine.mosaic]
+    status = Runner(machine, wanted, out, parsed.budget_seconds, parsed.commit).run(["host"])
+    return status if machine.mosaic else 0
 
 
 def main(arguments: Sequence[str]) -> int:
-    found = parser("python -m benchmarks.host", __doc__)
-    parsed = add_run_options(found, "<device>.json", budget=120.0).parse_args(arguments)
-    end = time.monotonic() + parsed.budget_seconds
-    if importlib.util.find_spec("torch"):
-        import msa_icp_torch  # noqa: F401  (before JAX takes the GPU's memory)
-    machine = Machine()
-    out = parsed.out or machine.default_out
-    try:
-        results.prepare(out)
-    except results.Refused as error:
-        return fail(str(error))
-    if not machine.mosaic:
-        reason = "it takes a Hopper GPU that JAX and torch see"
-        print(f"absent: {reason}")
-        results.save(out, [], {"host": reason})
-        return 0
-    ceilings = roofline.measure(machine.torch)
-    setting = results.Setting(machine.device, machine.torch_version, ceilings, parsed.commit)
-    rows: dict[tuple[str, ...], results.Row] = {}
-    for case, times in measure():
-        row = setting.row((case, "host", HOST[case][0], "exact"), times, None)
-        rows[results.key_of(row)] = row
-        print(line(row, rows), flush=True)
-        results.save(out, [row])
-        if time.monotonic() > end:
-            break
-    return 0
+    options = options_of(__doc__, out="<device>.json", budget=120.0)
+    return refusing(_main, options.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def plot(path: Path) -> list[Path]:
         figures[path.with_name(f"{path.stem}.png")] = _sweep(plt, swept)
     try:
         for made, figure in figures.items():
-            figure.suptitle(report.origin({results.key_of(r): r for r in rows}), fontsize=7)
+            figure.suptitle(textwrap.fill(report.origin(rows), 100), fontsize=7)
             figure.savefig(made, dpi=120)
     except OSError as error:
         raise Refused(f"{error.filename} cannot be written: {error.strerror}") from None

@@ -1,16 +1,8 @@
 """Takes all figures within one budget.
 
 Each part is a process of its own, with its share of what is left of the budget. One that fails,
-hangs or runs out of time costs no figure of the others, and each saves its figures as they come.
-
-  kernels      every case and stage of the Mosaic kernels
-  flashinfer   score and select by FlashInfer, where it is installed
-  jax-chain    layers of one jitted program
-  host         what a torch decode costs the host (benchmarks.host)
-  exchange     between two or four GPUs (benchmarks.exchange, into FILE-x2 or FILE-x4)
-  baselines    score and select in torch, XLA and torch.compile
-  vllm         by vLLM's kernels, where they are installed
-  sweep        contexts and batches, into FILE-sweep
+hangs or runs out of time costs no figure of the others, and each saves its figures as they come:
+the exchange into FILE-x2 or FILE-x4, the sweep into FILE-sweep.
 
 Rows replace those of FILE that measure the same and leave the others. The exit status is 1 where a
 part failed or had no time, 2 where nothing was measured.
@@ -51,12 +43,9 @@ def record(out: Path, budget: float, commit: str | None, wanted: Sequence[str] =
     """Runs the wanted parts, or all; the exit status."""
     end = time.monotonic() + budget - _GRACE_SECONDS
     gpus = count_gpus()
-    suffixes = {"sweep": results.SWEEP_SUFFIX, "exchange": f"-x{gpus}"}
-    files = {
-        name: results.beside(out, suffixes.get(name, ""))
-        for name in PARTS
-        if name in (wanted or PARTS) and (name != "exchange" or gpus in (2, 4))
-    }
+    suffixes = {"sweep": "-sweep", "exchange": f"-x{gpus}"}
+    names = [x for x in PARTS if x in (wanted or PARTS) and (x != "exchange" or gpus in (2, 4))]
+    files = {name: results.beside(out, suffixes.get(name, "")) for name in names}
     for path in files.values():
         results.prepare(path)
     measured, bad = 0, False
@@ -83,16 +72,14 @@ def record(out: Path, budget: float, commit: str | None, wanted: Sequence[str] =
     return 1 if bad else 0
 
 
-def _rows(path: Path) -> dict[tuple[str, ...], results.Row]:
+def _rows(path: Path) -> results.Rows:
     return results.load(path).rows if path.exists() else {}
 
 
 def count_gpus() -> int:
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith("GPU") for line in listed.stdout.splitlines())
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(["nvidia-smi", "-L"], text=True, timeout=20).count("GPU ")
+    return 0
 
 
 def execute(command: Sequence[str], seconds: float) -> int | None:

@@ -9,31 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from benchmarks import results
-from benchmarks.cases import (
-    ADVERSARIAL,
-    ADVERSARIAL_OVER_NORMAL,
-    ALONE,
-    BF16,
-    DECODE,
-    FLOAT8,
-    FULL,
-    HOST,
-    PREFILL,
-    Case,
-    Decode,
-    Sharded,
-    at_world_size,
-)
-from benchmarks.results import Row
-from msa_icp_jax.geometry import HEAD_DIM, WORLD_SIZES
+from benchmarks import cases, results
+from benchmarks.cases import ALONE, DECODE, FULL, HOST, PREFILL, Case, Decode, Sharded
+from benchmarks.results import Row, Rows
+from msa_icp_jax.geometry import HEAD_DIM
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "h200.json"
-SWEEP = results.beside(RESULTS, results.SWEEP_SUFFIX)
-PAIR = results.beside(RESULTS, "-x2")  # two of them
+SWEEP, PAIR = (results.beside(RESULTS, suffix) for suffix in ("-sweep", "-x2"))  # x2: two of them
 NONE = "-"
 BACKENDS = {  # in the order of the documents' columns
     "mosaic": "the kernels",
@@ -44,63 +29,41 @@ BACKENDS = {  # in the order of the documents' columns
     "torch": "torch",
     "xla": "XLA",
 }
-TRANSPORTS = {
-    "none": "kernels alone",
-    "nccl": "NCCL",
-    "one-sided-legacy": "one-sided, flags",
-    "one-sided-tagged": "one-sided, tagged",
-}
-IN_JAX = {  # of the stage jax-chain
-    "none": "score, select",
-    "all-to-all": "all_to_all alone",
-    "collective": "all_to_all",
-    "one-sided-legacy": "one-sided, flags",
-    "one-sided-tagged": "one-sided, tagged",
-}
+_ONE_SIDED = {"one-sided-legacy": "one-sided, flags", "one-sided-tagged": "one-sided, tagged"}
+TRANSPORTS = {"none": "kernels alone", "nccl": "NCCL"} | _ONE_SIDED
+IN_JAX = {"none": "score, select", "all-to-all": "all_to_all alone", "collective": "all_to_all"}
+IN_JAX |= _ONE_SIDED | {"host": "the host's part"}
+_SUMMARY = ("d-b1-1m-w4", "d-b32-128k-w4", "d-b128-16k-w4", "p-32k-w4", "p-128k-w4")
 _NOT_YET = "\nNot measured yet.\n\n"
 _CASES: dict[str, Case] = {case.name: case for case in FULL}
 
-Key = tuple[str, ...]
-Rows = dict[Key, Row]
 
+def target(row: Row, rows: Rows) -> tuple[float, str] | None:
+    """The most that a row should take, in us and in words; `rows` may be needed for it."""
 
-class Target(NamedTuple):
-    """What a row should take at most, in microseconds and in words."""
-
-    us: float
-    words: str
-
-
-def target(row: Row, rows: Rows) -> Target | None:
-    """The row's target, which `rows` may be needed for; None where it has none."""
-
-    def times(factor: float, unit: str, *key: str) -> Target | None:
-        base = rows.get(key)
-        return Target(factor * base["median_us"], f"{factor:g} {unit}") if base else None
+    def times(factor: float | None, unit: str, *key: str) -> tuple[float, str] | None:
+        known = factor and key in rows
+        return (factor * rows[key]["median_us"], f"{factor:g} {unit}") if known else None
 
     name, stage, backend, precision = (row[field] for field in results.KEY)
     case = _CASES.get(name)
     if stage == "host":
-        most = HOST.get(name, ("", None))[1]
-        return times(most, "torch ops", "torch-op", "host", "torch", "exact") if most else None
-    if case is None or (precision != case.precision and backend != "xla"):
-        return None
-    if not isinstance(case, Sharded):
-        us = case.target_us if backend == "mosaic" else None
-        return Target(us, f"{us} us") if us else None
-    if stage not in ("local", "fused-local"):
-        return None
-    if backend == "xla":
+        most = {case.name: case.target for case in HOST}.get(name)
+        return times(most, "torch ops", "torch-op", "host", "torch", "exact")
+    if isinstance(case, Sharded) and (stage, backend) == ("local", "xla"):
         other = "torch_compile" if isinstance(case, Decode) else "torch"
         return times(1, BACKENDS[other], name, "local", other, "fast")
-    if backend != "mosaic":
+    if case is None or (backend, precision) != ("mosaic", case.precision):
         return None
-    if case in ADVERSARIAL:
+    if not isinstance(case, Sharded):
+        return (case.target_us, f"{case.target_us} us") if case.target_us else None
+    if stage not in ("local", "fused-local"):
+        return None
+    if case.data != "normal":
         normal = name.removesuffix(f"-{case.data}")
-        return times(ADVERSARIAL_OVER_NORMAL, normal, normal, "local", backend, precision)
-    if not case.target or not row["floor_us"]:
-        return None
-    return Target(case.target * row["floor_us"], f"{case.target:.2f} x")
+        return times(cases.ADVERSARIAL_OVER_NORMAL, normal, normal, "local", backend, precision)
+    bounded = case.target and row["floor_us"]
+    return (case.target * row["floor_us"], f"{case.target:.2f} x") if bounded else None
 
 
 def ratio(row: Row) -> str:
@@ -113,32 +76,31 @@ def line(row: Row, rows: Rows) -> str:
     """A row on a line of the terminal."""
     low, high = row["spread_us"]
     text = f"{results.label(row)}: {row['median_us']:.2f} us ({low:.2f} to {high:.2f})"
-    if ratio(row):
-        text += f", {ratio(row)} x the floor of {row['floor_us']:.2f}"
+    text += f", {ratio(row)} x the floor of {row['floor_us']:.2f}" if ratio(row) else ""
     if found := target(row, rows):
-        met = "met" if row["median_us"] <= found.us else "MISSED"
-        text += f", target {found.words} {met}"
+        met = "met" if row["median_us"] <= found[0] else "MISSED"
+        text += f", target {found[1]} {met}"
     return text
 
 
-def origin(rows: Rows) -> str:
+def origin(rows: Iterable[Row]) -> str:
     """The device, the versions, the commits and the ceilings of rows."""
+    rows = list(rows)
 
-    def every(name: str) -> str:
-        return ", ".join(dict.fromkeys(str(row[name]) for row in rows.values() if row.get(name)))
+    def every(name: str, length: int | None = None) -> list[str]:
+        return list(dict.fromkeys(str(row[name])[:length] for row in rows if row.get(name)))
 
-    def span(name: str, shape: str) -> str:
-        found = sorted(row[name] for row in rows.values() if row.get(name))
-        return " to ".join(dict.fromkeys(format(x, shape) for x in (*found[:1], *found[-1:])))
+    def span(found: Iterable[Any], shape: str = "") -> str:
+        found = [format(x, shape) for x in sorted(found)]
+        return " to ".join(dict.fromkeys((*found[:1], *found[-1:])))
 
-    torch = f", torch {every('torch')}" if every("torch") else ""
-    days = sorted({row["date"][:10] for row in rows.values() if row.get("date")})
-    commits = dict.fromkeys(row["commit"][:7] for row in rows.values() if row.get("commit"))
+    device, driver, jax, torch = (", ".join(every(x)) for x in ("device", "driver", "jax", "torch"))
+    read, fp8 = ([x[name] for x in rows if x.get(name)] for name in ("read_tbps", "fp8_tflops"))
+    torch = torch and f", torch {torch}"
     return (
-        f"{every('device')}, driver {every('driver')}, jax {every('jax')}{torch}; "
-        f"{' to '.join(dict.fromkeys(days[:1] + days[-1:]))}, commit {', '.join(commits)}; "
-        f"reads {span('read_tbps', '.2f')} TB/s, fp8 products {span('fp8_tflops', ',.0f')} TFLOP/s "
-        "in the same run."
+        f"{device}, driver {driver}, jax {jax}{torch}; {span(every('date', 10))}, "
+        f"commit {', '.join(every('commit', 7))}; reads {span(read, '.2f')} TB/s, "
+        f"fp8 products {span(fp8, ',.0f')} TFLOP/s in the same run."
     )
 
 
@@ -147,24 +109,14 @@ def origin(rows: Rows) -> str:
 
 def rewrite() -> list[Path]:
     """Brings all parts up to date; the files that changed."""
-    changed = []
-    for path in dict.fromkeys(path for path, _ in PARTS):
-        old = new = path.read_text()
-        for (place, name), make in PARTS.items():
-            if place == path:
-                new = put(new, name, make())
-        if new != old:
-            path.write_text(new)
-            changed.append(path)
-    return changed
+    before = {path: path.read_text() for path, _ in PARTS}
+    for (path, name), make in PARTS.items():
+        path.write_text(put(path.read_text(), name, make()))
+    return [path for path, text in before.items() if text != path.read_text()]
 
 
 def put(text: str, name: str, part: str) -> str:
-    """`text` with the part of that name replaced.
-
-    Raises:
-      ValueError: it does not have it once.
-    """
+    """`text` with the part of that name replaced; ValueError unless it has it once."""
     begin, end = f"<!-- measured: {name} -->\n", f"<!-- end of {name} -->"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     if len(pattern.findall(text)) != 1:
@@ -172,76 +124,74 @@ def put(text: str, name: str, part: str) -> str:
     return pattern.sub(lambda _: f"{begin}{part}{end}", text)
 
 
-def _paragraphs(*texts: str) -> str:
-    return "\n" + "\n\n".join(text for text in texts if text) + "\n\n"
-
-
 class _Figures:
-    """Cells of tables."""
+    """Rows of a file as cells of tables."""
 
     def __init__(self, path: Path) -> None:
-        self.file = results.load(path) if path.exists() else results.File()
-        self.rows = self.file.rows
+        file = results.load(path) if path.exists() else results.File()
+        self.rows, self.absent = file.rows, file.absent
 
     def us(self, *key: str) -> str:
         """A median, and whether it was taken otherwise than from a CUDA graph."""
-        if key not in self.rows:
-            return NONE
-        row = self.rows[key]
+        row = self.rows.get(key, {})
         jit = row.get("timing") == "jit" and row["backend"] != "xla"
-        return _us(row["median_us"]) + (" (jit)" if jit else "")
+        return _us(row["median_us"]) + " (jit)" * jit if row else NONE
 
     def spread(self, *key: str) -> str:
         """A median with the smallest and the largest time."""
-        if key not in self.rows:
-            return NONE
-        low, high = self.rows[key]["spread_us"]
-        return f"**{self.us(*key)}** ({_us(low)} to {_us(high)})"
-
-    def floor(self, *key: str) -> str:
-        return _us(self.rows[key]["floor_us"]) if key in self.rows else NONE
-
-    def ratio(self, *key: str) -> str:
-        return ratio(self.rows[key]) if key in self.rows else NONE
+        low, high = self.rows[key]["spread_us"] if key in self.rows else (0, 0)
+        return f"**{self.us(*key)}** ({_us(low)} to {_us(high)})" if key in self.rows else NONE
 
     def target(self, *key: str) -> str:
         found = target(self.rows[key], self.rows) if key in self.rows else None
-        if found is None:
-            return NONE
-        return found.words + ("" if self.rows[key]["median_us"] <= found.us else ", missed")
+        missed = ", missed" if found and self.rows[key]["median_us"] > found[0] else ""
+        return found[1] + missed if found else NONE
+
+    def local(self, case: Case) -> dict[str, str]:
+        """Columns of the kernels' time of a case beside its floor and target."""
+        key = (case.name, "local", "mosaic", case.precision)
+        row = self.rows.get(key, {})
+        return {
+            "floor": _us(row["floor_us"]) if row else NONE,
+            "score + select": self.spread(*key),
+            "over floor": ratio(row) or NONE,
+            "target": self.target(*key),
+        }
 
     def others(self, case: Case) -> dict[str, str]:
         """Columns of the backends that the kernels are compared with."""
-        precisions = dict.fromkeys(BACKENDS, "fast") | {"xla": "exact"}
-        rest = list(BACKENDS.items())[1:]
-        return {word: self.us(case.name, "local", name, precisions[name]) for name, word in rest}
+        rest = [name for name in BACKENDS if name != "mosaic"]
+        precision = dict.fromkeys(rest, "fast") | {"xla": "exact"}
+        return {BACKENDS[x]: self.us(case.name, "local", x, precision[x]) for x in rest}
+
+    def origin(self) -> str:
+        """Where the kernels' rows come from."""
+        return origin(row for row in self.rows.values() if row["backend"] == "mosaic")
 
 
 def summary() -> str:
     """README: the kernels beside others."""
-    figures = _Figures(RESULTS)
-    lines = []
-    for name in ("d-b1-1m-w4", "d-b32-128k-w4", "d-b128-16k-w4", "p-32k-w4", "p-128k-w4"):
-        case = _CASES[name]
-        ours = figures.spread(name, "local", "mosaic", case.precision)
+    figures, lines = _Figures(RESULTS), []
+    for case in map(_CASES.__getitem__, _SUMMARY):
+        ours = figures.spread(case.name, "local", "mosaic", case.precision)
         others = {k: us for k, us in figures.others(case).items() if k not in ("torch", "XLA")}
         lines.append({"score and select, us": describe(case), "the kernels": ours} | others)
-    return _paragraphs(_table(lines), _origin_of_kernels(figures))
+    return _paragraphs(_table(lines), figures.origin())
 
 
 def gain() -> str:
     """README: what a rank's share of the keys saves in a decode, time and memory."""
     figures, case, layers = _Figures(RESULTS), _CASES["d-b32-128k-w4"], 57
-    batch, context = len(case.lens), short(case.lens[0])
     gib = layers * sum(case.lens) * HEAD_DIM / 2**30  # float8
-    head = f"a layer of {batch} x {context} keys, one of {case.world_size} GPUs"
+    batch = f"{len(case.lens)} x {short(case.lens[0])} keys"
+    head, memory = f"a layer of {batch}, one of {case.world_size} GPUs", f"{layers} layers"
     lines = [
         {
             head: words,
-            "us": figures.us(case.name, stage, backend, precision),
-            f"its index keys, {layers} layers": f"{gib / ranks:.1f} GiB",
+            "us": figures.us(case.name, *key),
+            f"its index keys, {memory}": f"{gib / ranks:.1f} GiB",
         }
-        for words, ranks, stage, backend, precision in (
+        for words, ranks, *key in (
             ("FlashInfer, all keys, 1 head", 1, "local", "flashinfer-no-icp", "fast"),
             ("FlashInfer, 1 / 4 of the keys, 4 heads", 4, "local", "flashinfer", "fast"),
             ("here, 1 / 4 of the keys, 4 heads", 4, "local", "mosaic", "exact"),
@@ -254,41 +204,27 @@ def gain() -> str:
 def performance() -> str:
     """docs/performance.md: decode, prefill, single stages."""
     figures = _Figures(RESULTS)
-    cells = (figures.floor, figures.spread, figures.ratio, figures.target)
-    head = ("floor", "score + select", "over floor", "target")
+    us, measured = figures.us, {key[0] for key in figures.rows}
     decode, prefill, alone = [], [], []
-    measured = {key[0] for key in figures.rows}
-    every = (*DECODE, *PREFILL, *ADVERSARIAL, *BF16)
+    every = (*DECODE, *PREFILL, *cases.ADVERSARIAL, *cases.BF16)
     for case in (case for case in every if case.name in measured):
-        key = (case.name, "local", "mosaic", case.precision)
-        row = dict(zip(head, (cell(*key) for cell in cells), strict=True))
+        row, key = figures.local(case), (case.name, "local", "mosaic", "exact")
         if isinstance(case, Decode):
-            row = {"decode (exact)": describe(case)} | row
-            row["with merge"] = figures.us(case.name, "chain", *key[2:])
-            decode.append(row | figures.others(case))
+            more = {"with merge": us(case.name, "chain", "mosaic", "exact")}
+            decode.append({"decode (exact)": describe(case)} | row | more | figures.others(case))
         else:
-            row = {"prefill (fast)": describe(case)} | row
-            row["fused"] = figures.us(case.name, "fused-local", *key[2:])
-            row["exact"] = figures.us(case.name, "local", "mosaic", "exact")
-            prefill.append(row | figures.others(case))
-    for key, row in figures.rows.items():
-        known = _CASES.get(row["case"])
-        if row["stage"] == "host" or known in ALONE:
-            by = f" ({BACKENDS[row['backend']]})" if row["backend"] != "mosaic" else ""
-            name = describe(known) if known else row["case"].replace("-", " ")
-            stage = {"stage alone": row["stage"], "of": name + by}
-            alone.append(stage | {"us": figures.spread(*key), "target": figures.target(*key)})
-    tables = [_table(lines) for lines in (decode, prefill, alone)]
-    return _paragraphs(
-        _origin_of_kernels(figures),
-        *tables,
-        _legend(*tables),
-        _absent(figures),
-    )
-
-
-def _origin_of_kernels(figures: _Figures) -> str:
-    return origin({k: row for k, row in figures.rows.items() if row["backend"] == "mosaic"})
+            more = {"fused": us(case.name, "fused-local", "mosaic", "fast"), "exact": us(*key)}
+            prefill.append({"prefill (fast)": describe(case)} | row | more | figures.others(case))
+    for case in (case for case in ALONE if case.name in measured):
+        key = (case.name, case.stage, "mosaic", "exact")
+        line = {"stage alone": case.stage, "of": describe(case), "us": figures.spread(*key)}
+        alone.append(line | {"target": figures.target(*key)})
+    made = [_table(lines) for lines in (decode, prefill, alone)]
+    there = {row["backend"] for row in figures.rows.values() if row["stage"] != "host"}
+    why = {name: f" ({reason})" for name, reason in figures.absent.items()}
+    missing = [words + why.get(x, "") for x, words in BACKENDS.items() if x not in there]
+    absent = f"Not measured in these runs: {', '.join(missing)}." if missing else ""
+    return _paragraphs(figures.origin(), *made, _legend(*made), absent)
 
 
 def _legend(*tables: str) -> str:
@@ -299,32 +235,20 @@ def _legend(*tables: str) -> str:
     return f"{missing} {jit}".strip()
 
 
-def _absent(figures: _Figures) -> str:
-    """Which backends and other parts have no figures, and why where the file says."""
-    elsewhere = {row["stage"] for row in _Figures(PAIR).rows.values()}
-    reasons = {name: why for name, why in figures.file.absent.items() if name not in elsewhere}
-    measured = {row["backend"] for row in figures.rows.values() if row["stage"] != "host"}
-    names = [name for name in dict.fromkeys((*BACKENDS, *reasons)) if name not in measured]
-    said = [f"{BACKENDS.get(x, x)}" + (f" ({reasons[x]})" if x in reasons else "") for x in names]
-    return f"Not measured in these runs: {_listed(said)}." if said else ""
-
-
 def sweep() -> str:
     """docs/scaling.md: the sweep and the fitted model."""
-    rows = _Figures(SWEEP).rows
+    rows = sorted(_Figures(SWEEP).rows.values(), key=lambda x: (x["world_size"], x["batch"]))
     if not rows:
         return _NOT_YET
+    contexts = {n: short(n) for n in sorted({row["context"] for row in rows})}
     texts = ["Measured:", origin(rows)]
-    for world_size in sorted({row["world_size"] for row in rows.values()}):
-        curves = [row for row in rows.values() if row["world_size"] == world_size]
-        at = {(row["batch"], row["context"]): row for row in curves}
-        batches, contexts = (sorted({key[i] for key in at}) for i in (0, 1))
-        lines = [
-            {"batch": str(b)} | {short(n): _with_ratio(at.get((b, n))) for n in contexts}
-            for b in batches
-        ]
+    for world_size in dict.fromkeys(row["world_size"] for row in rows):
         texts += [f"W = {world_size}, microseconds (and times over the floor) by context:"]
-        texts += [_table(lines)]
+        mine = (row for row in rows if row["world_size"] == world_size)
+        shown = (
+            (str(x["batch"]), x["context"], f"{x['median_us']:.1f} ({ratio(x)})") for x in mine
+        )
+        texts += [_pivot("batch", contexts, shown)]
     models = [
         {
             "rows": fit.group,
@@ -333,84 +257,60 @@ def sweep() -> str:
             "rate, TB/s": f"{fit.rate_tbps:.3f}",
             "the model, where it is farthest off": fit.misfit,
         }
-        for fit in results.fits(rows.values())
+        for fit in results.fits(rows)
     ]
     picture = f"![times, floors and model](../benchmarks/results/{SWEEP.stem}.png)"
     said = "Dashed is the floor (bytes over the read ceiling of the same run), dotted the model."
     return _paragraphs(*texts, _table(models), picture, said)
 
 
-def _with_ratio(row: Row | None) -> str:
-    return f"{row['median_us']:.1f} ({ratio(row)})" if row else NONE
-
-
 def exchange() -> str:
     """docs/scaling.md: the chain between GPUs."""
-    pair = _Figures(PAIR)
-    rows = {k: row for k, row in pair.rows.items() if k[1] == "chain" and k[2] in TRANSPORTS}
-    if not rows:
-        return _NOT_YET
-    lines = []
-    for name in dict.fromkeys(key[0] for key in rows):
-        line = {"score, select, exchange, merge": _named(name)}
-        for transport, words in TRANSPORTS.items():
-            key = (name, "chain", transport, "exact")
-            added = rows.get(key, {}).get("added_us")
-            line[words] = pair.us(*key) + (f" (+ {_us(added)})" if added is not None else "")
-        lines.append(line)
-    table = _table(lines)
+    rows = [x for x in _Figures(PAIR).rows.values() if x["stage"] == "chain"]
+    added = [f" (+ {_us(x['added_us'])})" if x.get("added_us") is not None else "" for x in rows]
+    shown = [
+        (_named(x["case"]), x["backend"], _us(x["median_us"]) + more)
+        for x, more in zip(rows, added, strict=True)
+    ]
+    table = _pivot("score, select, exchange, merge", TRANSPORTS, shown)
     said = "Medians, and what a transport adds to the kernels alone; the spreads are in "
-    return _paragraphs(origin(rows), table, _legend(table), f"{said}`{PAIR.name}`.")
+    texts = (origin(rows), table, _legend(table), f"{said}`{PAIR.name}`.")
+    return _paragraphs(*texts) if rows else _NOT_YET
 
 
 def jax_chain() -> str:
     """docs/scaling.md: a layer inside one jitted program, on two GPUs and on one."""
-    found = []
+    found: list[str] = []
     for path in (PAIR, RESULTS):
-        rows = {k: row for k, row in _Figures(path).rows.items() if k[1] == "jax-chain"}
-        if not rows:
-            continue
-        lines = []
-        for name, precision in dict.fromkeys((key[0], key[3]) for key in rows):
-            keys = {t: (name, "jax-chain", "mosaic", precision, t) for t in IN_JAX}
-            host = max(row["host_us"] for k, row in rows.items() if k in keys.values())
-            line = {"a layer": _named(name)}
-            line |= {
-                words: _us(rows[keys[t]]["median_us"]) if keys[t] in rows else NONE
-                for t, words in IN_JAX.items()
-            }
-            lines.append(line | {"the host's part": _us(host)})
-        found += [origin(rows), _table(lines)]
+        rows = [row for row in _Figures(path).rows.values() if row["stage"] == "jax-chain"]
+        shown = [(_named(x["case"]), x["transport"], _us(x["median_us"])) for x in rows]
+        by_host = sorted(rows, key=lambda x: x["host_us"])  # the largest of a line is shown
+        shown += [(_named(x["case"]), "host", _us(x["host_us"])) for x in by_host]
+        found += [origin(rows), _pivot("a layer", IN_JAX, shown)] if rows else []
     return _paragraphs(*found) if found else _NOT_YET
 
 
 def host() -> str:
     """docs/torch.md: what a torch decode costs the host."""
-    figures = _Figures(RESULTS)
-    keys = [(case, "host", backend, "exact") for case, (backend, _) in HOST.items()]
+    figures, lines = _Figures(RESULTS), []
+    keys = [(case.name, "host", case.backend, "exact") for case in HOST]
+    rows = [figures.rows[key] for key in keys if key in figures.rows]
     if keys[0] not in figures.rows:
         return "\nNo figures yet: `python -m benchmarks record` takes them on a Hopper GPU.\n\n"
-    op = figures.rows[keys[0]]["median_us"]
-    lines = []
     for key in keys:
-        row = figures.rows.get(key)
-        ops = f"{row['median_us'] / op:.1f}" if row else NONE
+        us = figures.rows.get(key, {}).get("median_us")
+        ops = f"{us / rows[0]['median_us']:.1f}" if us else NONE
         line = {"case": key[0], "microseconds of the host": figures.spread(*key)}
         lines.append(line | {"times a torch op": ops, "target": figures.target(*key)})
-    rows = {key: figures.rows[key] for key in keys if key in figures.rows}
     return _paragraphs(origin(rows), _table(lines), _legend(_table(lines)))
 
 
 # ---- words ----
 
 
-def _listed(parts: Sequence[str]) -> str:
-    return ", ".join(parts[:-1]) + " and " * (len(parts) > 1) + parts[-1]
-
-
 def _named(name: str) -> str:
     """A case in words; also one that stands at another world size among the work points."""
-    found = (at_world_size(case, w) for case in DECODE for w in WORLD_SIZES)
+    found = (*cases.of_ranks(2), *cases.of_ranks(4), *FULL)
     return next((describe(case) for case in found if case.name == name), name)
 
 
@@ -423,7 +323,7 @@ def describe(case: Case) -> str:
     ends = dict.fromkeys((min(case.lens), max(case.lens)))
     keys = " to ".join(short(n) if n % 1024 == 0 or len(ends) == 1 else f"{n:,}" for n in ends)
     data = {"normal": "", "ascending": ", ascending scores", "ties": ", all scores alike"}
-    end = f"W {case.world_size}{data[case.data]}" + ", bfloat16" * (case.dtype != FLOAT8)
+    end = f"W {case.world_size}{data[case.data]}" + ", bfloat16" * (case.dtype != cases.FLOAT8)
     if isinstance(case, Decode):
         each = f", {case.query_len} tokens each" if case.query_len > 1 else ""
         return f"{len(case.lens)} x {keys} keys{each}, {end}"
@@ -433,23 +333,34 @@ def describe(case: Case) -> str:
 
 def short(context: int) -> str:
     """4096 as 4K, 1048576 as 1M, 5000 as it is."""
-    if context % (1 << 20) == 0:
-        return f"{context >> 20}M"
-    return f"{context >> 10}K" if context % 1024 == 0 else str(context)
-
-
-def _table(lines: Iterable[dict[str, str]]) -> str:
-    """A table, without the columns in which nothing was measured."""
-    lines = list(lines)
-    head = [name for name in lines[0] if any(line[name] != NONE for line in lines)] if lines else []
-    cells = [head, ["---"] * len(head), *([line[name] for name in head] for line in lines)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in cells) if head else ""
+    unit, letter = (1 << 20, "M") if context % (1 << 20) == 0 else (1 << 10, "K")
+    return str(context) if context % unit else f"{context // unit}{letter}"
 
 
 def _us(value: float) -> str:
     """Three digits, or all before the point."""
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:,.{digits}f}"
+
+
+def _paragraphs(*texts: str) -> str:
+    return "\n" + "\n\n".join(text for text in texts if text) + "\n\n"
+
+
+def _table(lines: Sequence[dict[str, str]]) -> str:
+    """A table, without the columns in which nothing was measured."""
+    head = [name for name in lines[0] if any(line[name] != NONE for line in lines)] if lines else []
+    cells = [head, ["---"] * len(head), *([line[name] for name in head] for line in lines)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in cells) if head else ""
+
+
+def _pivot(head: str, columns: dict[Any, str], cells: Iterable[tuple[str, Any, str]]) -> str:
+    """A table of cells (line, column, text), with the columns in words."""
+    lines: dict[str, dict[str, str]] = {}
+    for name, column, text in cells:
+        line = lines.setdefault(name, {head: name} | dict.fromkeys(columns.values(), NONE))
+        line[columns[column]] = text
+    return _table(list(lines.values()))
 
 
 PARTS: dict[tuple[Path, str], Callable[[], str]] = {

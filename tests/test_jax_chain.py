@@ -12,7 +12,7 @@ from chains import make_mesh
 from benchmarks import jax_chain
 from benchmarks.cases import QUICK, Decode, Prefill, at_world_size
 from benchmarks.check import Mismatch
-from benchmarks.inputs import Inputs, Pool
+from benchmarks.stages import Inputs, Pool
 
 DECODE, PREFILL = (
     next(case for case in QUICK if isinstance(case, kind)) for kind in (Decode, Prefill)
@@ -35,9 +35,10 @@ def portable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", [at_world_size(DECODE, 2), PREFILL], ids=["decode", "prefill"])
 def test_every_rank_is_checked_and_timed(portable, case):
     transports, mesh = ("none", "all-to-all", "collective"), make_mesh(2)
-    jax_chain.prepare([(case, "collective")], Pool([case], 0), mesh)
+    structs = Pool([case], 0).structs(case, "xla")
     for transport in transports:
-        times = jax_chain.measure(case, inputs_of(case, "xla"), transport, mesh)
+        ready = jax_chain.compile_for(case, transport, mesh, *structs, 2)
+        times = jax_chain.measure(case, inputs_of(case, "xla"), transport, mesh, ready)
         assert len(times.us) == 2 and times.more["host_us"] > 0
 
 
@@ -56,7 +57,7 @@ def test_the_kernels_lower(monkeypatch, transport, alone):
     fake_cuda.install(monkeypatch)
     case = DECODE if alone else at_world_size(DECODE, 2)
     mesh = None if alone else make_mesh(2)
-    chain = jax_chain._Chain(case, transport, mesh)
+    chain = jax_chain.Chain(case, transport, mesh)
     arguments = chain.abstract(*Pool([case], 0).structs(case, "mosaic"), 2)
     text = chain.jitted(arguments).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     kernels = {"none": 2, "all-to-all": 0, "collective": 3}.get(transport, 3)
@@ -65,7 +66,7 @@ def test_the_kernels_lower(monkeypatch, transport, alone):
 
 
 def test_the_cases_of_two_gpus():
-    found = jax_chain.cases(2, "*")
+    found = jax_chain.cases()
     assert [case.world_size for case in found] == [2] * 10
     assert [case.name for case in found[-2:]] == ["p-8k-w2", "p-32k-w2"]
 

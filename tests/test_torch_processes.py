@@ -72,7 +72,7 @@ def test_the_graph_example_says_why_it_skips():
 def test_the_hosts_cost_is_absent_without_a_gpu(tmp_path):
     out = tmp_path / "rows.json"
     said = run("-m", "benchmarks.host", "--out", out, CUDA_VISIBLE_DEVICES="")
-    assert "absent: it takes a Hopper GPU" in said
+    assert "absent: host (it takes a Hopper GPU" in said
     assert "a Hopper GPU" in json.loads(out.read_text())["absent"]["host"]
 
 
