@@ -5,10 +5,9 @@ do, on a CPU one call after the other. *Peers* are other packages, called throug
 functions where they are installed and have the parameters that are used here.
 
 A peer does not know shards. In decode it gets a rank's share of each request's keys, context / W,
-as a context of its own, in whole pages of 128: it reads the same bytes and writes W times fewer
-scores. *Without ICP* it gets all keys for the 4 / W heads that a rank owns: what a rank does that
-shards heads instead of keys. In prefill the two take as many operations, and only the second can
-be asked for: a causal share is none of the last tokens' contexts.
+as a context of its own: it reads the same bytes and writes W times fewer scores. *Without ICP* it
+gets all keys for the 4 / W heads that a rank owns. In prefill the two take as many operations, and
+only the second can be asked for: a causal share is none of the last tokens' contexts.
 """
 
 from __future__ import annotations
@@ -37,14 +36,11 @@ Call = Callable[[], tuple[Any, Any]]  # returns (scores [T, H, columns] or None,
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """A backend on torch tensors.
+    """A backend on torch tensors: what binds a call to (case, tensors), and the case it is given.
 
-    Attributes:
-      bind: makes, of (case, an input set's tensors), the call to check and time.
-      given: the case that it gets in place of a rank's.
-      rotates: whether it reads its inputs at a speed at which the cache matters: then it goes
-        through all sets; else two are enough, since what it writes itself flushes the cache.
-      exact: whether it chooses the best of its own scores, to the last bit.
+    One that `rotates` reads at a speed at which the cache matters, so it goes through all sets; to
+    others two are enough: what they write flushes it. An `exact` one chooses the best of its own
+    scores to the last bit.
     """
 
     bind: Callable[[Any, Arrays], Call]
@@ -64,12 +60,7 @@ def find(name: str, gpu: bool) -> Baseline | str:
 
 
 def measure(case: Any, inputs: Inputs, baseline: Baseline, runs: int) -> Times:
-    """Checks scores against float64 and ids against the best ones, and times the calls.
-
-    Raises:
-      Mismatch: something is off by more than the fast tolerance. Which of equal scores wins is not
-        compared: topk does not say.
-    """
+    """Checks scores against float64 and ids against the best ones, and times the calls."""
     sets, fixed = inputs.sets if baseline.rotates else inputs.sets[:2], tensors(inputs.fixed)
     calls = [baseline.bind(case, fixed | tensors(one_set)) for one_set in sets]
     first, (scores, ids) = inputs.fixed | sets[0], calls[0]()
@@ -138,17 +129,14 @@ def _prefill_scores(case: Any, queries: Any, keys: Any, table: Any, positions: A
 
     width, rows = table.shape[1], case.rows_per_page
     parts = []
-    start = 0
-    for segment, length in enumerate(case.query_lens):
+    segments = zip(queries.split(case.query_lens), positions.split(case.query_lens), strict=True)
+    for segment, (mine, at) in enumerate(segments):
         pages = case.request_pages[segment]
         gathered = _gather(keys, table[segment, :pages], queries.dtype).reshape(-1, HEAD_DIM)
-        end = start + length
-        for first in range(start, end, _CHUNK_TOKENS):
-            chunk = slice(first, min(first + _CHUNK_TOKENS, end))
-            products = (queries[chunk] @ gathered.T).reshape(-1, case.heads, pages, rows)
-            maxima = _page_maxima(case, products, positions[chunk])
+        for some, where in zip(mine.split(_CHUNK_TOKENS), at.split(_CHUNK_TOKENS), strict=True):
+            products = (some @ gathered.T).reshape(-1, case.heads, pages, rows)
+            maxima = _page_maxima(case, products, where)
             parts.append(torch.nn.functional.pad(maxima, (0, width - pages), value=-torch.inf))
-        start = end
     return torch.cat(parts)
 
 
@@ -286,13 +274,12 @@ _FLASHINFER = {
     "output",
     "msa_topk_select": "max_score topk num_valid_pages output force_begin_blocks force_end_blocks",
 }
+_TOPK = "topk init_blocks local_blocks out"
+_INDEX = "idx_q index_kv_cache block_table seq_lens max_seq_len num_kv_heads"
 _VLLM = {
-    "minimax_m3_index_decode": "idx_q index_kv_cache block_table seq_lens max_seq_len topk "
-    "init_blocks local_blocks num_kv_heads decode_query_len max_decode_query_len out",
-    "minimax_m3_index_score": "idx_q index_kv_cache block_table cu_seqlens_q seq_lens prefix_lens "
-    "max_query_len max_seq_len num_kv_heads",
-    "minimax_m3_index_topk": "score cu_seqlens_q prefix_lens max_query_len topk init_blocks "
-    "local_blocks out",
+    "minimax_m3_index_decode": f"{_INDEX} {_TOPK} decode_query_len max_decode_query_len",
+    "minimax_m3_index_score": f"{_INDEX} cu_seqlens_q prefix_lens max_query_len",
+    "minimax_m3_index_topk": f"score cu_seqlens_q prefix_lens max_query_len {_TOPK}",
 }
 # Name: the module, its functions with their parameters, what binds a call, the case it gets.
 PEERS: dict[str, tuple[str, dict[str, str], Callable[..., Call], Callable[..., Any]]] = {

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -58,16 +58,10 @@ class Floor:
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """A step over requests (decode) or segments (prefill).
+    """A step over requests (decode) or segments (prefill): keys of each, and tokens, the last ones.
 
-    Attributes:
-      lens: keys of each request.
-      query_lens: tokens of each, the last ones of its keys.
-      target: the local stage's time over the floor, at most; None where there is none.
-      data: "normal", or of columns that are selected badly: "ascending" (each beats all before it)
-        or "ties" (all alike).
-      dtype: of keys and queries.
-      precision: the usual one, which the target is for.
+    The target is for the usual precision. Data are "normal", or of columns that are selected badly:
+    "ascending" (each beats all before it) or "ties" (all alike).
     """
 
     name: str
@@ -122,7 +116,7 @@ class Sharded:
         return [(b, n - queries + i) for b, (n, queries) in requests for i in range(queries)]
 
     def visible(self, position: int, keys: int) -> int:
-        """Keys of this rank that a token at `position` of a request of `keys` keys sees."""
+        """The rank's keys that a token sees at a position of a request of so many keys."""
         whole, rest = divmod(min(position + 1, keys), PAGE_SIZE)
         inside = min(max(rest - self.rank * self.rows_per_page, 0), self.rows_per_page)
         return whole * self.rows_per_page + inside
@@ -205,23 +199,18 @@ class Host:
 Case = Decode | Prefill | Alone
 
 
-def decode(
-    name: str, lens: tuple[int, ...], world_size: int, *more: float, each: int = 1
-) -> Decode:
-    """`each` tokens of every request; `more` is the target."""
-    return Decode(name, lens, (each,) * len(lens), world_size, *more)
+def decode(name: str, lens: tuple[int, ...], *more: Any, each: int = 1) -> Decode:
+    """`each` tokens of every request; `more` is the world size and the target."""
+    return Decode(name, lens, (each,) * len(lens), *more)
 
 
-def _prefill(name: str, tokens: int, end: int, world_size: int, target: float) -> Prefill:
-    return Prefill(name, (end,), (tokens,), world_size, target)
+def _prefill(name: str, tokens: int, end: int, *more: Any) -> Prefill:
+    return Prefill(name, (end,), (tokens,), *more)
 
 
-def ragged_decode_lens() -> tuple[int, ...]:
-    """64 lengths from about 1 K to 256 K, log-uniform, shuffled."""
-    lens = [round(1024 * 256 ** ((i + 0.5) / 64)) for i in range(64)]
-    return tuple(lens[i] for i in np.random.default_rng(0).permutation(64))
-
-
+# 64 lengths from about 1 K to 256 K, log-uniform, shuffled.
+_SHUFFLED = np.random.default_rng(0).permutation(64)
+_RAGGED_LENS = tuple(round(1024 * 256 ** ((int(i) + 0.5) / 64)) for i in _SHUFFLED)
 DECODE = (
     decode("d-b1-1m-w4", (1 << 20,), 4, 1.72),
     decode("d-b8-128k-w4", (1 << 17,) * 8, 4, 1.66),
@@ -230,7 +219,7 @@ DECODE = (
     decode("d-b64-64k-w2", (1 << 16,) * 64, 2, 1.10),
     decode("d-b128-16k-w4", (1 << 14,) * 128, 4, 1.30),
     decode("d-b32-128k-w4-q4", (1 << 17,) * 32, 4, 1.24, each=4),
-    decode("d-b64-ragged-w4", ragged_decode_lens(), 4, 1.29),
+    decode("d-b64-ragged-w4", _RAGGED_LENS, 4, 1.29),
 )
 _RAGGED_ENDS = tuple(round(16384 * 16 ** (i / 7)) for i in range(8))
 PREFILL = (
@@ -252,7 +241,7 @@ _BF16_TARGETS = {
 }
 
 
-def _like(name: str, suffix: str, **changes: object) -> Decode | Prefill:
+def _like(name: str, suffix: str, **changes: Any) -> Decode | Prefill:
     """The case of that name with changes, under a name that says so."""
     case = next(case for case in (*DECODE, *PREFILL) if case.name == name)
     return dataclasses.replace(case, name=f"{name}-{suffix}", **changes)

@@ -3,11 +3,8 @@
 One process a GPU. Every decode case runs at as many ranks as there are GPUs, and each figure is the
 slower rank's. The stage is "chain": score, select, exchange and merge, by `decode` of the torch
 plan on its direct route, as links of one CUDA graph. Backends: "nccl" (`all_to_all_single`),
-"one-sided-legacy" and "one-sided-tagged" (the select stores its rows at their owners, and the merge
-waits: for rows with a flag, or for rows whose words carry the generation), and "none": the same
-kernels, with the received rows being there. `added_us` is what a transport adds to "none".
-
-Rows merge into FILE where it exists. A case takes about 3 seconds on two H200.
+"one-sided-legacy" and "one-sided-tagged" (the select stores its rows at their owners), and "none":
+the same kernels, with the received rows being there; `added_us` is what others add to it.
 """
 
 from __future__ import annotations
@@ -214,21 +211,17 @@ def main(arguments: Sequence[str]) -> int:
 
 def _able(pattern: str) -> list[Decode]:
     """The cases that this process takes part in; `Refused` where it can't."""
-    if importlib.util.find_spec("torch") is None:
-        raise Refused("this Python has no torch; `make bench CUDA=13` sets up one that has")
-    import torch
-
     from benchmarks.run import named
 
-    if torch.cuda.device_count() < 2:
-        gpus = torch.cuda.device_count()
+    if importlib.util.find_spec("torch") is None:
+        raise Refused("this Python has no torch; `make bench CUDA=13` sets up one that has")
+    gpus = importlib.import_module("torch").cuda.device_count()
+    if gpus < 2:
         raise Refused(f"it takes two Hopper GPUs of one host, torch sees {gpus}")
-    if "LOCAL_RANK" not in os.environ:
-        raise Refused("it takes a process a GPU: torchrun --nproc-per-node 2 -m ...")
-    world_size = int(os.environ["WORLD_SIZE"])
-    if world_size not in (2, 4):
-        raise Refused(f"it takes 2 or 4 processes, there are {world_size}")
-    return named(of_ranks(world_size), pattern)
+    ranks = os.environ.get("WORLD_SIZE", "") if "LOCAL_RANK" in os.environ else "no"
+    if ranks not in ("2", "4"):
+        raise Refused(f"it takes 2 or 4 processes of torchrun, there are {ranks}")
+    return named(of_ranks(int(ranks)), pattern)
 
 
 def _main(parsed: Any) -> int:

@@ -1,16 +1,13 @@
 """The chain inside one jitted program: `python -m benchmarks.jax_chain --out FILE` on two GPUs.
 
-The stage "jax-chain" is what a layer more costs, in microseconds: the slope between one call and
-several calls in a row of a program of 48 layers, by the host's clock, everything donated. A layer's
-queries wait for what the layer before chose, as a model's do, and the first call waits for a nap of
-the GPU, in which the host gets ahead as it does in a model's step; `host_us` is its own part of a
-layer. Transports: "none" (`plan.decode_local`: score and select), "all-to-all" (the bare collective
-with the rows' bytes), "collective", "one-sided-legacy" and "one-sided-tagged" (`plan.decode`).
-Prefill has the first three.
+What a layer more costs, in microseconds: the slope between one call and several calls in a row of a
+program of 48 layers, by the host's clock, everything donated. A layer's queries wait for what the
+layer before chose, as a model's do, and the first call waits for a nap of the GPU, in which the
+host gets ahead as it does in a model's step; `host_us` is its own part of a layer. Transports:
+"none" (score and select), "all-to-all" (the bare collective with the rows' bytes), and decode's.
 
 Here two GPUs of one process are the ranks of every case. On one GPU the stage runs under
-`python -m benchmarks`: one rank's share, whose own rows arrive as every source's, so without a
-collective.
+`python -m benchmarks`: one rank's share, whose own rows arrive as every source's.
 """
 
 from __future__ import annotations
@@ -71,20 +68,17 @@ def compile_for(
 def measure(
     case: Any, inputs: Inputs, transport: str, mesh: Mesh | None = None, program: Any = None
 ) -> Times:
-    """Checks the chain of a case over a transport and times a layer of it.
+    """Checks the chain of a case over a transport of `TRANSPORTS` and times a layer of it.
 
-    Args:
-      case: a Decode or a Prefill.
-      inputs: of one rank; without a mesh that is `RANK`.
-      transport: one of `TRANSPORTS`; without a mesh one of `ALONE`.
-      mesh: all ranks' GPUs, or None for one rank alone.
-      program: from `compile_for`, None to compile it.
+    The inputs are one rank's. On a mesh every GPU is a rank; without one `RANK` is alone and has
+    the transports `ALONE`. The program is from `compile_for`, or None.
     """
     chain, layers = Chain(case, transport, mesh), _LAYERS * _LOOPS
     with chain.running(inputs, program):
         chain.check()
         pairs = [[chain.us_of(calls) for calls in _CALLS] for _ in range(_ROUNDS)]
-        host = chain.host_us() / layers
+        # Until a call returns, while the GPU has nothing else to do.
+        host = on_clock(chain.call, _ROUNDS, layers, "host", chain.idle).median
         chain.check()
     more = layers * (_CALLS[1] - _CALLS[0])
     us = tuple((many - few) / more for few, many in pairs)
@@ -128,8 +122,7 @@ class Chain:
         """The program with arrays, one-sided storage among them."""
         arguments = self._placed(inputs.fixed, inputs.sets[:_LAYERS], self._buffers())
         self._fixed, self._sets, self._state = arguments
-        naps = functools.partial(peer_comm.delayed, naps=_NAPS)
-        self._nap = jax.jit(naps, donate_argnums=0)
+        self._nap = jax.jit(lambda x: peer_comm.delayed(x, _NAPS), donate_argnums=0)
         with self._storage(self._state):
             self._program = program or self.jitted(arguments).lower(*arguments).compile()
             words = [jax.device_put(np.zeros(1, np.int32), x) for x in self._devices]
@@ -255,18 +248,16 @@ class Chain:
         def run() -> None:
             self._words = list(map(self._nap, self._words))
             for _ in range(calls):
-                self._call()
-            jax.block_until_ready(self._state)
+                self.call()
+            self.idle()
 
+        return on_clock(run, 1, 1, "jit", self.idle).median
+
+    def idle(self) -> None:
+        """Waits for the GPU."""
         jax.block_until_ready((self._state, self._words))
-        return on_clock(run, 1, 1, "jit").median
 
-    def host_us(self) -> float:
-        """Microseconds until a call returns, while the GPU has nothing else to do."""
-        idle = lambda: jax.block_until_ready(self._state)  # noqa: E731
-        return on_clock(self._call, _ROUNDS, 1, "host", idle).median
-
-    def _call(self) -> None:
+    def call(self) -> None:
         # In place: whoever made the storage frees what the last call returned.
         self._state.update(self._program(self._fixed, self._sets, dict(self._state)))
 
@@ -276,7 +267,7 @@ class Chain:
         if self.transport == "all-to-all":
             # Every other exchange undoes the one before it, and a program has an even number.
             before = np.asarray(state["rows"])
-        self._call()
+        self.call()
         if before is not None:
             if not np.array_equal(before, np.asarray(state["rows"])):
                 raise check.Mismatch("an all-to-all that is undone leaves other rows")
@@ -317,9 +308,7 @@ def _message(plane: np.ndarray, counts: np.ndarray, world_size: int) -> np.ndarr
 # ---- two GPUs ----
 
 
-def cases() -> list[Any]:
-    """Every decode case at two ranks, and two of prefill's."""
-    return [*of_ranks(2), *(case for case in PREFILL if case.name in ("p-8k-w2", "p-32k-w2"))]
+CASES = (*of_ranks(2), *(case for case in PREFILL if case.name in ("p-8k-w2", "p-32k-w2")))
 
 
 def _main(parsed: Any) -> int:
@@ -328,7 +317,7 @@ def _main(parsed: Any) -> int:
     gpus = [x for x in jax.devices() if getattr(x, "compute_capability", "") == "9.0"]
     if len(gpus) < 2:
         raise Refused(f"it takes two Hopper GPUs in one process, JAX sees {len(gpus)}")
-    found = named(cases(), parsed.cases)
+    found = named(CASES, parsed.cases)
     wanted = [item for case in found for item in chain_items(case, TRANSPORTS[type(case)])]
     mesh = jax.make_mesh((2,), (AXIS,), axis_types=(AxisType.Auto,), devices=gpus[:2])
     given = (parsed.out, parsed.budget_seconds, parsed.commit, mesh)

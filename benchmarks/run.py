@@ -245,7 +245,8 @@ class Runner:
             )
         device = self.machine.device + (f" x{self.mesh.size}" if self.mesh else "")
         self.ceilings = timing.ceilings(self.machine.torch)
-        self._say(f"{device}: {self.ceilings}")
+        fp8 = self.ceilings.fp8_tflops or 0
+        self._say(f"{device}: reads {self.ceilings.read_tbps:.3f} TB/s, fp8 {fp8:.0f} TFLOP/s")
         version = self.machine.torch_version
         self._setting = results.Setting(device, version, self.ceilings, self.commit)
         given = dict.fromkeys(map(self._given, self.wanted))
@@ -277,7 +278,8 @@ class Runner:
         def compiled(item: Item) -> Any:
             try:
                 return self._compile(item)
-            except Exception:
+            except Exception as error:
+                print(f"not compiled ahead: {item.label}, {type(error).__name__}")
                 return None
 
         jitted = [x for x in self.wanted if x.backend == "xla" or x.stage == "jax-chain"]
@@ -286,12 +288,11 @@ class Runner:
             self.programs = dict(zip(wanted, threads.map(compiled, wanted.values()), strict=True))
 
     def _compile(self, item: Item) -> Any:
-        structs = self.pool.structs(item.case, item.backend)
+        given = (*self.pool.structs(item.case, item.backend), self.pool.sets_of(item.case))
         if item.stage == "jax-chain":
-            return jax_chain.compile_for(item.case, item.extra["transport"], self.mesh, *structs)
+            return jax_chain.compile_for(item.case, item.extra["transport"], self.mesh, *given)
         stage, shapes = build(item.case, *item.what), written_like(item.case)
-        sets = self.pool.sets_of(item.case)
-        return timing.compile_for(stage, self._links(item), *structs, sets, shapes)
+        return timing.compile_for(stage, self._links(item), *given, shapes)
 
     def _links(self, item: Item) -> int:
         floor = item.case.floor(item.stage).us(self.ceilings)

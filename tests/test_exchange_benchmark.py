@@ -108,7 +108,10 @@ def test_it_is_started_with_torchrun_on_cases_that_there_are(monkeypatch, capsys
     assert exchange.main(out) == 2 and "torchrun" in capsys.readouterr().err
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert exchange.main(out) == 2 and "2 or 4 processes" in capsys.readouterr().err
+    assert (
+        exchange.main(out) == 2
+        and "2 or 4 processes of torchrun, there are 3" in capsys.readouterr().err
+    )
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert exchange.main([*out, "--cases", "zzz"]) == 2
     assert "d-b32-32k-w2" in capsys.readouterr().err

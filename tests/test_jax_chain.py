@@ -9,7 +9,7 @@ import peer_comm
 import pytest
 from chains import make_mesh
 
-from benchmarks import jax_chain
+from benchmarks import jax_chain, results, run
 from benchmarks.cases import QUICK, Decode, Prefill, at_world_size
 from benchmarks.check import Mismatch
 from benchmarks.stages import Inputs, Pool
@@ -65,8 +65,32 @@ def test_the_kernels_lower(monkeypatch, transport, alone):
     assert ("all_to_all" in text) == (transport in ("all-to-all", "collective"))
 
 
+def test_a_run_compiles_its_programs_ahead(portable, monkeypatch, tmp_path, capsys):
+    """As it does on GPUs: on two devices of a mesh every transport that needs no kernel."""
+    case, mesh, compiled = at_world_size(DECODE, 2), make_mesh(2), []
+    wanted = list(run.chain_items(case, ("none", "all-to-all", "collective")))
+    machine = run.Machine()
+    monkeypatch.setattr(run.Runner, "_prepare_kernels", lambda self: None)
+    monkeypatch.setattr(jax_chain.Chain, "us_of", lambda self, calls: 1e3 * calls)  # no noise
+    runner = run.Runner(machine, wanted, tmp_path / "r.json", commit="abc", mesh=mesh)
+    prepare = runner._prepare_programs
+
+    def as_on_a_gpu():
+        machine.gpu = True
+        prepare()
+        machine.gpu = False
+        compiled.extend(x for x in runner.programs.values() if x is not None)
+
+    runner._prepare_programs = as_on_a_gpu
+    assert runner.run() == 0, capsys.readouterr().out
+    assert len(compiled) == 3 and "not compiled ahead" not in capsys.readouterr().out
+    rows = results.load(tmp_path / "r.json").rows
+    assert [key[4] for key in rows] == ["none", "all-to-all", "collective"]
+    assert all(row["device"] == "cpu x2" and row["host_us"] > 0 for row in rows.values())
+
+
 def test_the_cases_of_two_gpus():
-    found = jax_chain.cases()
+    found = jax_chain.CASES
     assert [case.world_size for case in found] == [2] * 10
     assert [case.name for case in found[-2:]] == ["p-8k-w2", "p-32k-w2"]
 
