@@ -35,18 +35,15 @@ _STAGES, _BACKENDS = (
     "\n".join(f"  {name:18} {what}" for name, what in words.items()) for words in (STAGES, BACKENDS)
 )
 _RUN = f"""
-Times one rank's share of every work point and compares it with its floor. Without a GPU: small
-cases, to see that everything runs.
+Times one rank's share of every work point and compares it with its floor: bytes over the rate at
+which the card reads, or operations over the rate at which it multiplies fp8, the larger, both
+measured in the same run. The target is the most that a case should take, a multiple of its floor or
+of another row. Without a GPU: small cases, to see that everything runs.
 
 stages
 {_STAGES}
 backends
 {_BACKENDS}
-
-The floor is what no implementation goes below: bytes over the rate at which the card reads, or
-operations over the rate at which it multiplies fp8, the larger, both measured in the same run. That
-of local, fused-local and chain leaves out the bytes of the score plane. The target is the most that
-a case should take, a multiple of its floor or of another row.
 
 Rows replace those of the result file that measure the same and leave the others. The exit status is
 1 where something failed, 2 where nothing was measured. All mosaic rows take about two minutes on an
@@ -262,10 +259,9 @@ def _readme(_: Any) -> int:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
+    if not 0 < float(text) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not more than 0 seconds")
-    return value
+    return float(text)
 
 
 def size(text: str) -> int:

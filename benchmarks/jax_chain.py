@@ -122,11 +122,10 @@ class Chain:
         """The program with arrays, one-sided storage among them."""
         arguments = self._placed(inputs.fixed, inputs.sets[:_LAYERS], self._buffers())
         self._fixed, self._sets, self._state = arguments
-        self._nap = jax.jit(lambda x: peer_comm.delayed(x, _NAPS), donate_argnums=0)
         with self._storage(self._state):
             self._program = program or self.jitted(arguments).lower(*arguments).compile()
             words = [jax.device_put(np.zeros(1, np.int32), x) for x in self._devices]
-            self._words = list(map(self._nap, words))  # compiles
+            self._words = list(map(_nap, words))  # compiles
             yield
 
     @contextlib.contextmanager
@@ -246,7 +245,7 @@ class Chain:
         """Microseconds of so many calls in a row, and of the nap before them."""
 
         def run() -> None:
-            self._words = list(map(self._nap, self._words))
+            self._words = list(map(_nap, self._words))
             for _ in range(calls):
                 self.call()
             self.idle()
@@ -292,6 +291,11 @@ class Chain:
         """Every rank's part of an array that differs between them."""
         found = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
         return [found[device] for device in self._devices]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _nap(word: jax.Array) -> Any:
+    return peer_comm.delayed(word, _NAPS)
 
 
 def _words(*shape: int) -> np.ndarray:

@@ -6,24 +6,20 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
 from benchmarks import report, results
-from benchmarks.cases import ADVERSARIAL, BF16, DECODE, PREFILL
+from benchmarks.cases import FULL, Sharded
 from benchmarks.results import Refused, Row
 
-_CASES = {case.name: case for case in (*DECODE, *PREFILL, *ADVERSARIAL, *BF16)}
+_CASES = {case.name: case for case in FULL if isinstance(case, Sharded)}
 
 
 def plot(path: Path) -> list[Path]:
-    """Writes the plots that the file's rows allow, beside it.
-
-    Raises:
-      Refused: the file has no row that a plot shows, or nothing can be written there.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Writes the plots that the file's rows allow, beside it; `Refused` where it allows none."""
     every = list(results.load(path).rows.values())
     rows = [row for row in every if row["stage"] == "local" and row.get("floor_us")]
     swept = [row for row in rows if "bytes" in row]
@@ -34,12 +30,12 @@ def plot(path: Path) -> list[Path]:
             f"{path} has nothing to plot: plots show score and select (stage local) of the cases "
             f"d-* and p-*, and of sweeps; it has the stages {there}"
         )
-    figures = {path.with_name(f"{path.stem}-ratio.png"): _ratios(plt, points)} if points else {}
-    if swept:
-        figures[path.with_name(f"{path.stem}.png")] = _sweep(plt, swept)
+    figures = {path.with_name(f"{path.stem}-ratio.png"): _ratios(points)} if points else {}
+    figures |= {path.with_name(f"{path.stem}.png"): _sweep(swept)} if swept else {}
     try:
         for made, figure in figures.items():
-            figure.suptitle(textwrap.fill(report.origin(rows), 100), fontsize=7)
+            of = points if "-ratio" in made.stem else swept
+            figure.suptitle(textwrap.fill(report.origin(of), 110), fontsize=7)
             figure.savefig(made, dpi=120)
     except OSError as error:
         raise Refused(f"{error.filename} cannot be written: {error.strerror}") from None
@@ -48,11 +44,10 @@ def plot(path: Path) -> list[Path]:
     return list(figures)
 
 
-def _ratios(plt: Any, rows: list[Row]) -> Any:
+def _ratios(rows: list[Row]) -> Any:
     """Bars of each backend's time over the floor; the kernels' in their usual precision."""
-    rows = [
-        r for r in rows if r["precision"] == _CASES[r["case"]].precision or r["backend"] != "mosaic"
-    ]
+    usual = {name: case.precision for name, case in _CASES.items()}
+    rows = [x for x in rows if x["backend"] != "mosaic" or x["precision"] == usual[x["case"]]]
     names = [name for name in _CASES if any(row["case"] == name for row in rows)]
     backends = [x for x in report.BACKENDS if any(row["backend"] == x for row in rows)]
     height = 0.8 / len(backends)
@@ -72,16 +67,16 @@ def _ratios(plt: Any, rows: list[Row]) -> Any:
     return figure
 
 
-def _sweep(plt: Any, rows: list[Row]) -> Any:
+def _sweep(rows: list[Row]) -> Any:
     """Time against context and against batch, a column a world size, floor and model drawn in."""
+    fits = results.fits(rows)
     sizes = sorted({row["world_size"] for row in rows})
-    fits = {fit.group: fit for fit in results.fits(rows)}
     shape = {"figsize": (6.5 * len(sizes), 9), "squeeze": False, "constrained_layout": True}
     figure, axes = plt.subplots(2, len(sizes), **shape)
-    for column, size in zip(axes.T, sizes, strict=True):
+    for (upper, lower), size in zip(axes.T, sizes, strict=True):
         mine = [row for row in rows if row["world_size"] == size]
-        fit = fits.get(f"{mine[0]['backend']} W {size}")
-        for ax, x, by in ((column[0], "context", "batch"), (column[1], "batch", "context")):
+        fit = next((x for x in fits if x.group == f"{mine[0]['backend']} W {size}"), None)
+        for ax, x, by in ((upper, "context", "batch"), (lower, "batch", "context")):
             _panel(ax, mine, x, by, fit)
             ax.set(title=f"W {size}", xlabel=x, ylabel="microseconds", yscale="log")
             ax.grid(visible=True, which="both", alpha=0.25)
@@ -94,9 +89,9 @@ def _panel(ax: Any, rows: list[Row], x: str, by: str, fit: results.Fit | None) -
     for i, value in enumerate(sorted({row[by] for row in rows})):
         line = sorted((r for r in rows if r[by] == value), key=lambda r: r[x])
         at, color = [r[x] for r in line], f"C{i % 10}"
-        us = [r["median_us"] for r in line]
-        ax.plot(at, us, "o-", color=color, label=words[by](value), markersize=3)
-        ax.plot(at, [r["floor_us"] for r in line], "--", color=color, linewidth=0.8)
+        measured, floor = ([r[name] for r in line] for name in ("median_us", "floor_us"))
+        ax.plot(at, measured, "o-", color=color, label=words[by](value), markersize=3)
+        ax.plot(at, floor, "--", color=color, linewidth=0.8)
         if fit:
             ax.plot(at, [fit.us(r["bytes"]) for r in line], ":", color=color, linewidth=1.2)
     ax.plot([], [], "k--", linewidth=0.8, label="floor")
