@@ -341,6 +341,10 @@ def test_both_packages_state_the_version():
         text = (ROOT / package / "__init__.py").read_text()
         assert f'__version__ = "{PROJECT["project"]["version"]}"\n' in text
         assert (ROOT / package / "py.typed").is_file()
+    released = re.findall(
+        r"^## (\d.*) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M
+    )
+    assert released[0] == PROJECT["project"]["version"]
 
 
 def test_the_workflow_runs_targets_on_the_pythons_that_are_claimed():
