@@ -54,11 +54,11 @@ from msa_icp_jax.geometry import (
     IndexerGeometry,
     check_query_len,
 )
+from msa_icp_jax.ops.arguments import check_index_k
 from msa_icp_jax.ops.decode_score import (
     msa_icp_decode_index_score_sharded,
     msa_icp_decode_pool_bytes,
 )
-from msa_icp_jax.ops.index_cache import check_index_k
 from msa_icp_jax.ops.merge import merge_in_slot, merge_once
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, msa_icp_index_score_sharded_plan_device
 from msa_icp_jax.ops.prefill_score import (

@@ -14,6 +14,8 @@ import numpy.typing as npt
 import oracle
 from oracle import Shard
 
+from msa_icp_jax.ops import arguments
+
 Array = npt.NDArray[Any]
 
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
@@ -44,6 +46,12 @@ class Layout(NamedTuple):
 W2, W4, W2_WIDE, W4_WIDE = Layout(2, 128), Layout(4, 128), Layout(2, 256), Layout(4, 256)
 COMPOUND = Layout(4, 128, row_offset=8, pitch=48)
 COMPOUND_WIDE = Layout(4, 256, row_offset=0, pitch=352)
+
+
+def with_keys(shard: Shard, index_k: jax.Array, rank: Any = None) -> arguments.Shard:
+    """The shard as the package has it, with its keys and perhaps a traced rank."""
+    rank = shard.rank if rank is None else rank
+    return arguments.Shard(index_k, rank, shard.world_size, shard.page_size, shard.row_offset)
 
 
 def index_array(codes: Array) -> jax.Array:

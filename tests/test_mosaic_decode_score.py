@@ -76,16 +76,12 @@ class Case:
     ) -> np.ndarray:
         kernel = functools.partial(
             decode_kernel.decode_scores,
-            world_size=self.world_size,
-            page_size=self.page_size,
-            decode_query_len=self.query_len,
-            row_offset=self.row_offset,
             enable_pdl=True,
             target=race_free.interpreter(self.ctas),
         )
 
-        def call(rank: jax.Array, *arrays: Any) -> jax.Array:
-            return kernel(*arrays, rank=rank)
+        def call(rank: jax.Array, queries: jax.Array, keys: jax.Array, *others: Any) -> jax.Array:
+            return kernel(queries, inputs.with_keys(self.shard, keys, rank), *others)
 
         lengths = jnp.asarray(self.lengths, jnp.int32)
         arrays = (

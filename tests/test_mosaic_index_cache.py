@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,14 +28,12 @@ def write(index_k: Array, new_k: Array, slots: Array, shard: oracle.Shard, ctas:
     """Runs the kernel on raw codes, the rank traced."""
     kernel = functools.partial(
         write_kernel.write_rows,
-        world_size=shard.world_size,
-        page_size=shard.page_size,
-        row_offset=shard.row_offset,
         target=race_free.interpreter(ctas),
     )
 
     def call(index_k: jax.Array, new_k: jax.Array, slots: jax.Array, rank: jax.Array) -> jax.Array:
-        written = kernel(as_keys(index_k), as_keys(new_k), slots, rank=rank)
+        cache = inputs.with_keys(shard, as_keys(index_k), rank)
+        written = kernel(cache, as_keys(new_k), slots)
         return jax.lax.bitcast_convert_type(written, index_k.dtype)
 
     return race_free.run(call, index_k, new_k, slots, jnp.int32(shard.rank))

@@ -20,6 +20,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from msa_icp_jax.geometry import MAX_INT32, MAX_TOKENS
 from msa_icp_jax.ops._mosaic.launch import Target
+from msa_icp_jax.ops.arguments import Shard
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan as host_plan
 from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan_device as device_plan
@@ -100,8 +101,9 @@ def make_inputs(
     return Inputs(query, keys, table.astype(np.int32))
 
 
-def arrays_of(given: Inputs) -> tuple[Any, ...]:
-    return inputs.index_array(given.query), inputs.index_array(given.keys), given.table
+def arrays_of(given: Inputs, shard: oracle.Shard) -> tuple[Any, ...]:
+    keys = inputs.with_keys(shard, inputs.index_array(given.keys))
+    return inputs.index_array(given.query), keys, given.table
 
 
 def reference(window: Window, given: Inputs, columns: int, shard: oracle.Shard, **options: Any):
@@ -121,11 +123,11 @@ def reference(window: Window, given: Inputs, columns: int, shard: oracle.Shard, 
     )
 
 
-def run(kernel: Any, *arrays: Any, rank: int, **options: Any) -> np.ndarray:
+def run(kernel: Any, query: Any, shard: Shard, *arrays: Any, **options: Any) -> np.ndarray:
     """Runs a kernel in the interpreter, the rank traced; any race fails."""
     call = jax.jit(functools.partial(kernel, enable_pdl=False, **options))
     try:
-        out = np.asarray(call(*arrays, rank=jnp.int32(rank)))
+        out = np.asarray(call(query, shard, *arrays))
         assert not gpu_callbacks.get_races().races_found
         return out
     finally:
@@ -160,13 +162,9 @@ def test_scores_are_the_contract(
     before = np.full((WINDOW.tokens + 3, 4, columns), _UNTOUCHED, np.float32)
     actual = run(
         kernel.prefill_scores,
-        *arrays_of(given),
+        *arrays_of(given, shard),
         WINDOW.plan(ctas),
         before,
-        rank=shard.rank,
-        world_size=shard.world_size,
-        page_size=shard.page_size,
-        row_offset=shard.row_offset,
         sm_scale=sm_scale,
         initialize=initialize,
         precision=precision,
@@ -185,14 +183,10 @@ def test_candidates_past_the_causal_prefix_are_hidden(shard):
     before = np.full((WINDOW.tokens, 4, columns), _UNTOUCHED, np.float32)
     actual = run(
         kernel.candidate_scores,
-        *arrays_of(given),
+        *arrays_of(given, shard),
         WINDOW.plan(3),
         before,
         jnp.asarray(counts, jnp.int32),
-        rank=shard.rank,
-        world_size=shard.world_size,
-        page_size=shard.page_size,
-        row_offset=0,
         forced=(0, 1),
         precision="fast",
         target=Target(3, interpret=True),
@@ -245,15 +239,12 @@ def run_rows(window, given, shard, forced, ctas, precision, counts):
         forced=forced,
         scale=shard.index_scale,
         offset=shard.index_offset,
-        world_size=shard.world_size,
-        page_size=shard.page_size,
-        row_offset=shard.row_offset,
         precision=precision,
         enable_pdl=False,
         target=Target(ctas, interpret=True),
     )
-    arrays = (*arrays_of(given), window.plan(ctas), counts, before)
-    rows, scores = race_free.run(lambda rank, *given: call(*given, rank=rank), shard.rank, *arrays)
+    arrays = (*arrays_of(given, shard), window.plan(ctas), counts, before)
+    rows, scores = race_free.run(call, *arrays)
     plane = reference(window, given, _COLUMNS, shard)
     expected = oracle.select(
         plane.scores.astype(np.float32),

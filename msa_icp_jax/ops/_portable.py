@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from msa_icp_jax import rows
-from msa_icp_jax.geometry import HEAD_DIM, TOPK, cdiv, column_scale, rows_per_page
+from msa_icp_jax.geometry import HEAD_DIM, TOPK, cdiv, column_scale
+from msa_icp_jax.ops.arguments import Shard
 
 NEG_INF = -jnp.inf
 _PRODUCT_BYTES_PER_STEP = 64 << 20  # float32 products that one scoring step holds
@@ -64,30 +65,6 @@ def tuned[Result](score: Callable[..., Result]) -> Callable[..., Result]:
         )
 
     return on_platform
-
-
-class Shard(NamedTuple):
-    """One rank's share of the paged index-key cache.
-
-    Attributes:
-      index_k: float8_e4m3fn or bfloat16 [pages, rows, 128]; this rank's rows of a page start at
-        `row_offset`.
-      rank: int or traced int32 scalar.
-      world_size: 2 or 4.
-      page_size: 128 or 256.
-      row_offset: first row of the index keys inside a compound page.
-    """
-
-    index_k: jax.Array
-    rank: Any
-    world_size: int
-    page_size: int
-    row_offset: int
-
-    @property
-    def rows(self) -> int:
-        """Rows of a page on this rank."""
-        return rows_per_page(self.world_size, self.page_size)
 
 
 def columns_per_step(shard: Shard, groups: int, queries: int, limit: int, tuning: Tuning) -> int:

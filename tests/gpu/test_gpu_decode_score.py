@@ -28,17 +28,14 @@ def _call(shard: oracle.Shard, query_len: int, pdl: bool = True) -> Any:
     """The jitted kernel; the rank is traced, the score buffer donated."""
     kernel = functools.partial(
         decode_kernel.decode_scores,
-        world_size=shard.world_size,
-        page_size=shard.page_size,
-        decode_query_len=query_len,
-        row_offset=shard.row_offset,
         enable_pdl=pdl,
         target=current_target(),
     )
-    return jax.jit(
-        lambda q, k, table, lengths, scores, rank: kernel(q, k, table, lengths, scores, rank=rank),
-        donate_argnums=4,
-    )
+
+    def call(q: Any, k: Any, table: Any, lengths: Any, scores: Any, rank: Any) -> Any:
+        return kernel(q, inputs.with_keys(shard, k, rank), table, lengths, scores)
+
+    return jax.jit(call, donate_argnums=4)
 
 
 def _check(

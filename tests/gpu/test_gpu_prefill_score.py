@@ -18,6 +18,7 @@ import pytest
 
 from msa_icp_jax.geometry import column_offset, column_scale
 from msa_icp_jax.ops._mosaic.launch import current_target
+from msa_icp_jax.ops.arguments import Shard
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan_device as device_plan
 from msa_icp_jax.ops.prefill_score import config, kernel
@@ -43,8 +44,9 @@ def _plan(qo: list[int], offset: list[int], kv: list[int], tail: int) -> MSAIcpS
 
 
 def _rows(
+    q: Any,
+    shard: Shard,
     *arrays: Any,
-    rank: Any,
     force_begin_blocks: int,
     force_end_blocks: int,
     columns: int,
@@ -52,20 +54,19 @@ def _rows(
     **options: Any,
 ) -> Any:
     """Candidate rows, selected from a plane that is made for them."""
-    *inputs, counts, carrier = arrays
+    *others, counts, carrier = arrays
     plane = jax.ShapeDtypeStruct((counts.shape[0], 4, columns), jnp.float32)
     forced = (force_begin_blocks, force_end_blocks)
     scores = kernel.candidate_scores(
-        *inputs, plane, counts, forced, rank=rank, target=target, **options
+        q, shard, *others, plane, counts, forced, target=target, **options
     )
-    page_size = options["page_size"]
     return select_rows(
         scores,
         counts,
         carrier,
         None,
-        index_scale=column_scale(page_size),
-        index_offset=column_offset(rank, options["world_size"], page_size),
+        index_scale=column_scale(shard.page_size),
+        index_offset=column_offset(shard.rank, shard.world_size, shard.page_size),
         force_begin_blocks=force_begin_blocks,
         force_end_blocks=force_end_blocks,
         enable_pdl=True,
@@ -75,15 +76,12 @@ def _rows(
 
 def _jitted(run: Any, shard: oracle.Shard, *, donate: int, **options: Any) -> Any:
     """A kernel under jit; the rank is traced, the buffer donated."""
-    call = functools.partial(
-        run,
-        world_size=shard.world_size,
-        page_size=shard.page_size,
-        row_offset=shard.row_offset,
-        target=current_target(),
-        **options,
-    )
-    return jax.jit(lambda rank, *arrays: call(*arrays, rank=rank), donate_argnums=donate + 1)
+    call = functools.partial(run, target=current_target(), **options)
+
+    def with_rank(rank: Any, q: Any, k: Any, *arrays: Any) -> Any:
+        return call(q, inputs.with_keys(shard, k, rank), *arrays)
+
+    return jax.jit(with_rank, donate_argnums=donate + 1)
 
 
 def _repeat(call: Any, rank: int, arrays: tuple[Any, ...], donate: int) -> np.ndarray:

@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import hard_rows
+import inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,13 +134,6 @@ def test_index_key_write(shard, pages, pitch, tokens):
     slots[:4] = [-1, -(2**31), 2**31 - 1, pages * shard.page_size]
     slots[4] = (pages - 1) * shard.page_size + shard.rank * shard.rows
     new_k = rng.integers(0, 256, (tokens, 128)).astype(np.uint8)
-    kernel = functools.partial(
-        index_cache.write_rows,
-        world_size=shard.world_size,
-        page_size=shard.page_size,
-        row_offset=shard.row_offset,
-        target=current_target(),
-    )
 
     def bits(x: Any, dtype: Any) -> jax.Array:
         return jax.lax.bitcast_convert_type(x, dtype)
@@ -147,8 +141,13 @@ def test_index_key_write(shard, pages, pitch, tokens):
     before = jnp.full((pages, pitch, 128), 0x11, jnp.uint8)
     cache = bits(before, jnp.float8_e4m3fn)
     new = bits(jnp.asarray(new_k), jnp.float8_e4m3fn)
-    call = jax.jit(kernel, donate_argnums=0)
-    after = bits(call(cache, new, slots, rank=jnp.int32(shard.rank)), jnp.uint8)
+
+    def write(index_k: Any, new_k: Any, slots: Any, rank: Any) -> Any:
+        cache = inputs.with_keys(shard, index_k, rank)
+        return index_cache.write_rows(cache, new_k, slots, target=current_target())
+
+    call = jax.jit(write, donate_argnums=0)
+    after = bits(call(cache, new, slots, jnp.int32(shard.rank)), jnp.uint8)
 
     page, row = slots // shard.page_size, slots % shard.page_size
     owned = (slots >= 0) & (page < pages) & (row // shard.rows == shard.rank)

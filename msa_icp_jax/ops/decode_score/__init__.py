@@ -13,8 +13,8 @@ from msa_icp_jax import checks, geometry
 from msa_icp_jax.backend import check_precision, takes_mosaic
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import COLUMN_MULTIPLE, HEAD_DIM, MAX_BLOCKS, NUM_HEADS
+from msa_icp_jax.ops.arguments import Shard, check_shard
 from msa_icp_jax.ops.decode_score import xla
-from msa_icp_jax.ops.index_cache import check_index_k
 from msa_icp_jax.ops.select import MSAIcpRows, msa_icp_topk_select_publish
 from msa_icp_jax.typing import Backend, Precision
 
@@ -72,21 +72,10 @@ def msa_icp_decode_index_score_sharded(
     """
     most = geometry.check_query_len("max_decode_query_len", max_decode_query_len)
     decode_query_len = geometry.check_query_len("decode_query_len", decode_query_len, most)
-    world_size = geometry.check_world_size(world_size)
-    page_size = geometry.check_page_size(page_size)
-    _check_inputs(
-        index_q,
-        index_k,
-        block_table,
-        seq_lens,
-        rank,
-        world_size,
-        page_size,
-        decode_query_len,
-        enable_pdl,
-        precision,
-        row_offset,
-    )
+    shard = check_shard(index_k, rank, world_size, page_size, row_offset)
+    _check_inputs(index_q, shard, block_table, seq_lens, decode_query_len)
+    checks.flag("enable_pdl", enable_pdl)
+    check_precision(precision)
     checks.array(
         "score_out", score_out, jnp.float32, AtLeast(index_q.shape[0]), NUM_HEADS, AtLeast(1)
     )
@@ -98,18 +87,7 @@ def msa_icp_decode_index_score_sharded(
     )
     if index_q.shape[0] == 0:
         return score_out
-    return decode_scores(
-        index_q,
-        index_k,
-        block_table,
-        seq_lens,
-        score_out,
-        rank=rank,
-        world_size=world_size,
-        page_size=page_size,
-        decode_query_len=decode_query_len,
-        row_offset=row_offset,
-    )
+    return decode_scores(index_q, shard, block_table, seq_lens, score_out)
 
 
 def msa_icp_decode_score_publish(
@@ -155,22 +133,11 @@ def msa_icp_decode_score_publish(
       TypeError, ValueError: an argument has the wrong dtype, shape or value.
     """
     decode_query_len = geometry.check_query_len("decode_query_len", decode_query_len)
-    world_size = geometry.check_world_size(world_size)
-    page_size = geometry.check_page_size(page_size)
-    scale = geometry.column_scale(page_size)
-    _check_inputs(
-        index_q,
-        index_k,
-        block_table,
-        seq_lens,
-        rank,
-        world_size,
-        page_size,
-        decode_query_len,
-        enable_pdl,
-        precision,
-        row_offset,
-    )
+    shard = check_shard(index_k, rank, world_size, page_size, row_offset)
+    _check_inputs(index_q, shard, block_table, seq_lens, decode_query_len)
+    checks.flag("enable_pdl", enable_pdl)
+    check_precision(precision)
+    scale = geometry.column_scale(shard.page_size)
     tokens = index_q.shape[0]
     checks.array("num_valid_pages", num_valid_pages, jnp.int32, tokens)
     geometry.check_forced(
@@ -248,24 +215,10 @@ def _decode_scores(backend: Backend, enable_pdl: bool, *arrays: Any) -> Callable
 
 
 def _check_inputs(
-    index_q: Any,
-    index_k: Any,
-    block_table: Any,
-    seq_lens: Any,
-    rank: Any,
-    world_size: Any,
-    page_size: Any,
-    decode_query_len: int,
-    enable_pdl: Any,
-    precision: Any,
-    row_offset: Any,
+    index_q: Any, shard: Shard, block_table: Any, seq_lens: Any, decode_query_len: int
 ) -> None:
-    check_index_k(index_k, world_size, page_size, row_offset)
     checks.array("block_table", block_table, jnp.int32, None, AtLeast(1))
     requests = block_table.shape[0]
     checks.array("seq_lens", seq_lens, jnp.int32, requests)
     tokens = requests * decode_query_len
-    checks.array("index_q", index_q, index_k.dtype, tokens, NUM_HEADS, HEAD_DIM)
-    checks.index("rank", rank, world_size)
-    checks.flag("enable_pdl", enable_pdl)
-    check_precision(precision)
+    checks.array("index_q", index_q, shard.index_k.dtype, tokens, NUM_HEADS, HEAD_DIM)

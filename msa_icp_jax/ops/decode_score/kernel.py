@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, cdiv, round_up, rows_per_page
+from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, cdiv, round_up
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Words, when, where
 from msa_icp_jax.ops._mosaic.launch import (
@@ -43,6 +43,7 @@ from msa_icp_jax.ops._mosaic.launch import (
     writable,
     written,
 )
+from msa_icp_jax.ops.arguments import Shard
 from msa_icp_jax.ops.decode_score.config import CONFIG
 from msa_icp_jax.ops.decode_score.mma import Scorer, Step
 from msa_icp_jax.ops.decode_score.page_ring import SEGMENT_PAGES, SEGMENT_STEPS, PageRing
@@ -65,48 +66,46 @@ _SCALAR = plgpu.Layout.WG_SPLAT
 
 def decode_scores(
     index_q: jax.Array,
-    index_k: jax.Array,
+    shard: Shard,
     block_table: jax.Array,
     seq_lens: jax.Array,
     score_out: jax.Array,
     *,
-    rank: Any,
-    world_size: int,
-    page_size: int,
-    decode_query_len: int,
-    row_offset: int,
     enable_pdl: bool,
     target: Target,
 ) -> jax.Array:
     """Writes the columns of each request's pages, rounded up to four, into `score_out`.
 
     Args:
-      index_q: float8_e4m3fn or bfloat16 [T, 4, 128].
-      index_k: the dtype of `index_q`, [pages, rows, 128]; this rank's rows of a page start at
-        `row_offset`.
-      block_table: int32 [B, width].
-      seq_lens: int32 [B], T = B decode_query_len.
+      index_q: the keys' dtype, [T, 4, 128].
+      shard: the keys.
+      block_table: int32 [B, width]; T is a multiple of B.
+      seq_lens: int32 [B].
       score_out: float32 [>= T, 4, columns], written in place where it is donated.
-      rank: int or traced int32 scalar.
-      world_size: W.
-      page_size: P.
-      decode_query_len: query tokens of a request.
-      row_offset: see `index_k`.
       enable_pdl: start under the kernel before this one.
       target: the machine to build for.
     """
     requests, width = block_table.shape
-    pages, pitch, _ = index_k.shape
-    rows, columns = rows_per_page(world_size, page_size), score_out.shape[2]
-    batch = Batch(requests, page_size, columns)
-    dtype = index_k.dtype
-    stages = CONFIG.stages_of(rows * HEAD_DIM * dtype.itemsize)
-    ring = PageRing(batch, width, pages, pitch, row_offset, rows, dtype, stages, target.interpret)
-    scorer = Scorer(ring, decode_query_len, world_size)
+    tokens = index_q.shape[0]
+    pages, pitch, _ = shard.index_k.shape
+    batch = Batch(requests, shard.page_size, score_out.shape[2])
+    dtype = shard.index_k.dtype
+    ring = PageRing(
+        batch,
+        width,
+        pages,
+        pitch,
+        shard.row_offset,
+        shard.rows,
+        dtype,
+        CONFIG.stages_of(shard.rows * HEAD_DIM * dtype.itemsize),
+        target.interpret,
+    )
+    scorer = Scorer(ring, tokens // requests, shard.world_size)
     scratch = {**ring.scratch(), **scorer.scratch(), **batch.scratch()}
     grid = _grid(batch, scratch, target)
     scores = writable(score_out)
-    early = _select_fits(batch, grid, scratch, requests * decode_query_len, target)
+    early = _select_fits(batch, grid, scratch, tokens, target)
     launch(
         functools.partial(_kernel, scorer=scorer, grid=grid, pdl=enable_pdl, early=early),
         name="decode_scores",
@@ -115,10 +114,10 @@ def decode_scores(
         scratch_types=scratch,
     )(
         index_q,
-        index_k,
+        shard.index_k,
         block_table,
         seq_lens,
-        scalar_operand(rank),
+        scalar_operand(shard.rank),
         scores,
     )
     return written(scores)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,37 +11,31 @@ from jax import lax
 from msa_icp_jax.backend import start_at, vary_as
 from msa_icp_jax.geometry import COLUMN_MULTIPLE, NUM_HEADS, cdiv, round_up
 from msa_icp_jax.ops import _portable
-from msa_icp_jax.ops._portable import Shard, Tuning
+from msa_icp_jax.ops._portable import Tuning
+from msa_icp_jax.ops.arguments import Shard
 
 _TILES = 8  # tiles of one request in a step, if all are equally long
 
+
 # Jitted for eager callers, whose loops would otherwise compile anew in each call.
-_SIZES = ("world_size", "page_size", "decode_query_len", "row_offset")
-
-
-@functools.partial(jax.jit, static_argnames=_SIZES)
+@jax.jit
 @_portable.tuned
 def decode_scores(
     index_q: jax.Array,
-    index_k: jax.Array,
+    shard: Shard,
     block_table: jax.Array,
     seq_lens: jax.Array,
     score_out: jax.Array,
     *,
-    rank: Any,
-    world_size: int,
-    page_size: int,
-    decode_query_len: int,
-    row_offset: int,
     tuning: Tuning,
 ) -> jax.Array:
     """Writes the columns of each request's pages, rounded up to four; see the public function."""
-    shard = Shard(index_k, rank, world_size, page_size, row_offset)
+    decode_query_len = index_q.shape[0] // block_table.shape[0]
     batch = _Batch.of(index_q, block_table, seq_lens, decode_query_len)
     requests, columns = block_table.shape[0], score_out.shape[2]
     queries = decode_query_len * NUM_HEADS
     step = _portable.columns_per_step(shard, requests, queries, columns, tuning)
-    score_out = vary_as(score_out, index_q, index_k, block_table, seq_lens, rank)
+    score_out = vary_as(score_out, index_q, shard.index_k, block_table, seq_lens, shard.rank)
     if step == columns:
         cols = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), (requests, columns))
         old = score_out[: index_q.shape[0]]
@@ -54,7 +47,7 @@ def decode_scores(
     # written, so that one long request among many costs what its own columns do.
     width = min(columns, max(COLUMN_MULTIPLE, step // _TILES // COLUMN_MULTIPLE * COLUMN_MULTIPLE))
     at_once = requests * max(1, step // width)
-    used = jnp.minimum(cdiv(batch.lengths, page_size), columns)
+    used = jnp.minimum(cdiv(batch.lengths, shard.page_size), columns)
     ends = jnp.cumsum(cdiv(round_up(used, COLUMN_MULTIPLE), width), dtype=jnp.int32)
 
     def body(i: jax.Array, plane: jax.Array) -> jax.Array:

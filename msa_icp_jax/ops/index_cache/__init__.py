@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msa_icp_jax import checks, geometry
+from msa_icp_jax import checks
 from msa_icp_jax.backend import takes_mosaic
-from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import HEAD_DIM
+from msa_icp_jax.ops.arguments import check_shard
 from msa_icp_jax.ops.index_cache import xla
 from msa_icp_jax.typing import Backend
 
@@ -51,50 +51,13 @@ def msa_icp_write_index_k(
     Raises:
       TypeError, ValueError: an argument has the wrong dtype, shape or value.
     """
-    check_index_k(index_k, world_size, page_size, row_offset)
+    shard = check_shard(index_k, rank, world_size, page_size, row_offset)
     checks.array("new_k", new_k, index_k.dtype, None, HEAD_DIM)
     checks.array("slot_mapping", slot_mapping, jnp.int32, new_k.shape[0])
-    checks.index("rank", rank, world_size)
     write_rows = _write_rows(backend, index_k, new_k, slot_mapping)
     if new_k.shape[0] == 0:
         return index_k
-    return write_rows(
-        index_k,
-        new_k,
-        slot_mapping,
-        rank=rank,
-        world_size=world_size,
-        page_size=page_size,
-        row_offset=row_offset,
-    )
-
-
-def check_index_k(
-    index_k: Any,
-    world_size: int,
-    page_size: int,
-    row_offset: int,
-    name: str = "index_k",
-    dtype: Any = geometry.INDEX_DTYPES,
-) -> None:
-    """Raises unless `index_k` is a rank's cache: exactly R rows, or a compound page around them.
-
-    At row_offset 0, rows that are not R but at most 128 (R of another page or world size) are a
-    mix-up and refused; other cache data in front of or behind index keys takes more than that.
-    """
-    geometry.check_world_size(world_size)
-    geometry.check_page_size(page_size)
-    geometry.check_row_offset(row_offset)
-    checks.array(name, index_k, dtype, AtLeast(1), None, HEAD_DIM)
-    rows = geometry.rows_per_page(world_size, page_size)
-    have = index_k.shape[1]
-    mixed_up = row_offset == 0 and rows != have <= geometry.MIX_UP_ROWS
-    if row_offset + rows > have or mixed_up:
-        raise ValueError(
-            f"{name} must have page_size / world_size = {rows} rows a page (page_size 128 or 256, "
-            f"world_size 2 or 4), or compound pages of more than {geometry.MIX_UP_ROWS} rows that "
-            f"hold rows [{row_offset}, {row_offset + rows}), got shape {list(index_k.shape)}"
-        )
+    return write_rows(shard, new_k, slot_mapping)
 
 
 def _write_rows(backend: Backend, *arrays: Any) -> Callable[..., jax.Array]:

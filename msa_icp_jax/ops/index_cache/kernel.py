@@ -10,7 +10,7 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from msa_icp_jax.geometry import HEAD_DIM, cdiv, rows_per_page
+from msa_icp_jax.geometry import HEAD_DIM, cdiv
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words
 from msa_icp_jax.ops._mosaic.launch import (
@@ -21,6 +21,7 @@ from msa_icp_jax.ops._mosaic.launch import (
     writable,
     written,
 )
+from msa_icp_jax.ops.arguments import Shard
 
 _THREADS = 128  # of a CTA
 _THREAD_WORDS = 4  # of a row, that a thread copies
@@ -60,35 +61,24 @@ class Write:
 
 
 def write_rows(
-    index_k: jax.Array,
-    new_k: jax.Array,
-    slot_mapping: jax.Array,
-    *,
-    rank: Any,
-    world_size: int,
-    page_size: int,
-    row_offset: int,
-    target: Target,
+    shard: Shard, new_k: jax.Array, slot_mapping: jax.Array, target: Target
 ) -> jax.Array:
-    """Stores the rows of `new_k` that this rank owns; in place where `index_k` is donated.
+    """Stores the rows of `new_k` that this rank owns; in place where its keys are donated.
 
     Args:
-      index_k: float8_e4m3fn or bfloat16 [pages, rows, 128]; this rank's rows of a page start at
-        `row_offset`.
-      new_k: [N, 128] of the same dtype, N >= 1.
+      shard: the cache.
+      new_k: [N, 128] of the cache's dtype, N >= 1.
       slot_mapping: int32 [N], ``page * page_size + row``; slots outside the cache are skipped.
-      rank: int or traced int32 scalar.
-      world_size, page_size, row_offset: as in the contract.
       target: the machine to build for.
     """
     facts = Write(
         tokens=new_k.shape[0],
-        pages=index_k.shape[0],
-        pitch=index_k.shape[1],
-        page_size=page_size,
-        rows=rows_per_page(world_size, page_size),
-        row_offset=row_offset,
-        row_words=HEAD_DIM * index_k.dtype.itemsize // 4,
+        pages=shard.index_k.shape[0],
+        pitch=shard.index_k.shape[1],
+        page_size=shard.page_size,
+        rows=shard.rows,
+        row_offset=shard.row_offset,
+        row_words=HEAD_DIM * shard.index_k.dtype.itemsize // 4,
     )
     ctas = cdiv(facts.tokens, facts.at_once)
     body = functools.partial(_kernel, facts=facts)
@@ -97,13 +87,13 @@ def write_rows(
 
         ctas = min(ctas, target.sms)
         body = functools.partial(interpret.write, facts=facts, ctas=ctas)
-    cache = writable(index_k)
+    cache = writable(shard.index_k)
     launch(
         body,
         name="write_index_k",
         target=target,
         grid=(ctas,),
-    )(new_k, slot_mapping, scalar_operand(rank), cache)
+    )(new_k, slot_mapping, scalar_operand(shard.rank), cache)
     return written(cache)
 
 

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from msa_icp_jax.backend import vary_as
-from msa_icp_jax.geometry import rows_per_page
+from msa_icp_jax.ops.arguments import Shard
 
 
-def write_rows(
-    index_k: jax.Array,
-    new_k: jax.Array,
-    slot_mapping: jax.Array,
-    *,
-    rank: Any,
-    world_size: int,
-    page_size: int,
-    row_offset: int,
-) -> jax.Array:
+def write_rows(shard: Shard, new_k: jax.Array, slot_mapping: jax.Array) -> jax.Array:
     """Stores the rows of `new_k` that this rank owns; see the public function."""
-    rows = rows_per_page(world_size, page_size)
-    page, row = slot_mapping // page_size, slot_mapping % page_size
-    owned = (slot_mapping >= 0) & (page < index_k.shape[0]) & (row // rows == rank)
-    varying = (new_k, slot_mapping, rank)
+    index_k, rows = shard.index_k, shard.rows
+    page, row = slot_mapping // shard.page_size, slot_mapping % shard.page_size
+    owned = (slot_mapping >= 0) & (page < index_k.shape[0]) & (row // rows == shard.rank)
+    varying = (new_k, slot_mapping, shard.rank)
     return lax.platform_dependent(
         vary_as(index_k, *varying),
         vary_as(new_k, index_k, *varying),
         vary_as(jnp.where(owned, page, 0), index_k, *varying),
-        vary_as(row_offset + row % rows, index_k, *varying),
+        vary_as(shard.row_offset + row % rows, index_k, *varying),
         vary_as(owned, index_k, *varying),
         cpu=_rewrite,
         default=_scatter,

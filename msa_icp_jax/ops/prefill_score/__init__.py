@@ -14,7 +14,7 @@ from msa_icp_jax import checks, geometry, rows
 from msa_icp_jax.backend import check_precision, takes_mosaic
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import BLOCK_SIZE, HEAD_DIM, MAX_SELECT_COLUMNS, NUM_HEADS, PAGE_SIZES
-from msa_icp_jax.ops.index_cache import check_index_k
+from msa_icp_jax.ops.arguments import Shard, check_shard
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan
 from msa_icp_jax.ops.prefill_score import xla
 from msa_icp_jax.ops.select import msa_icp_topk_select_prefill
@@ -71,7 +71,9 @@ def msa_icp_index_score_sharded(
     Raises:
       TypeError, ValueError: an argument has the wrong dtype, shape or value.
     """
-    _check_inputs(q, k, block_table, plan, rank, tp, compact, enable_pdl, precision, row_offset)
+    shard = _check_inputs(q, k, block_table, plan, rank, tp, compact, row_offset)
+    checks.flag("enable_pdl", enable_pdl)
+    check_precision(precision)
     plan = jax.tree.map(jnp.asarray, plan)  # a loop cannot index numpy leaves
     tokens = q.shape[0]
     _check_plane("max_score", max_score, tokens)
@@ -83,17 +85,7 @@ def msa_icp_index_score_sharded(
     if plan.num_segments == 0:
         return _clear(max_score, tokens) if initialize else max_score
     return stage.prefill_scores(
-        q,
-        k,
-        block_table,
-        plan,
-        max_score,
-        rank=rank,
-        world_size=tp,
-        page_size=page_size(compact),
-        row_offset=row_offset,
-        sm_scale=sm_scale,
-        initialize=initialize,
+        q, shard, block_table, plan, max_score, sm_scale=sm_scale, initialize=initialize
     )
 
 
@@ -191,7 +183,9 @@ def score_and_select(
     Returns:
       (carrier, max_score)
     """
-    _check_inputs(q, k, block_table, plan, rank, tp, compact, enable_pdl, precision, row_offset)
+    shard = _check_inputs(q, k, block_table, plan, rank, tp, compact, row_offset)
+    checks.flag("enable_pdl", enable_pdl)
+    check_precision(precision)
     plan = jax.tree.map(jnp.asarray, plan)  # a loop cannot index numpy leaves
     tokens = q.shape[0]
     checks.array("num_valid_pages", num_valid_pages, jnp.int32, tokens)
@@ -208,17 +202,11 @@ def score_and_select(
         empty = rows.empty_rows(NUM_HEADS, tokens)
         cleared = None if max_score is None else _clear(max_score, tokens)
         return lax.dynamic_update_slice(carrier, empty, (0, 0, 0)), cleared
-    shard: dict[str, Any] = {
-        "rank": rank,
-        "world_size": tp,
-        "page_size": page_size(compact),
-        "row_offset": row_offset,
-    }
     columns = min(columns, _all_columns(compact))
     if stage.prefill_rows is not None and max_score is None:
         carrier = stage.prefill_rows(
             q,
-            k,
+            shard,
             block_table,
             plan,
             num_valid_pages,
@@ -226,7 +214,6 @@ def score_and_select(
             force_begin_blocks=force_begin_blocks,
             force_end_blocks=force_end_blocks,
             columns=columns,
-            **shard,
         )
         return carrier, None
     if max_score is None:
@@ -235,13 +222,12 @@ def score_and_select(
         plane = max_score
     scores = stage.candidate_scores(
         q,
-        k,
+        shard,
         block_table,
         plan,
         plane,
         num_valid_pages,
         (force_begin_blocks, force_end_blocks),
-        **shard,
     )
     carrier = msa_icp_topk_select_prefill(
         scores,
@@ -249,8 +235,8 @@ def score_and_select(
         carrier,
         force_begin_blocks=force_begin_blocks,
         force_end_blocks=force_end_blocks,
-        index_scale=geometry.column_scale(page_size(compact)),
-        index_offset=geometry.column_offset(rank, tp, page_size(compact)),
+        index_scale=geometry.column_scale(shard.page_size),
+        index_offset=geometry.column_offset(shard.rank, tp, shard.page_size),
         backend=backend,
     )
     return carrier, None if max_score is None else scores
@@ -337,19 +323,18 @@ def _stage(
 
 
 def _all_scores(
-    q: Any,
-    k: Any,
-    block_table: Any,
-    plan: Any,
-    max_score: Any,
-    num_valid_pages: Any,
-    forced: Any,
-    **shard: Any,
+    q: jax.Array,
+    shard: Shard,
+    block_table: jax.Array,
+    plan: MSAIcpScorePlan,
+    max_score: jax.Array,
+    num_valid_pages: jax.Array,
+    forced: tuple[int, int],
 ) -> jax.Array:
     """XLA's scores for a selection: all of them."""
     del num_valid_pages, forced
     found: jax.Array = xla.prefill_scores(
-        q, k, block_table, plan, max_score, sm_scale=1.0, initialize=True, **shard
+        q, shard, block_table, plan, max_score, sm_scale=1.0, initialize=True
     )
     return found
 
@@ -367,20 +352,16 @@ def _check_inputs(
     rank: Any,
     tp: Any,
     compact: Any,
-    enable_pdl: Any,
-    precision: Any,
     row_offset: Any,
-) -> None:
+) -> Shard:
     if not isinstance(plan, MSAIcpScorePlan):
         raise TypeError(f"plan must be an MSAIcpScorePlan, got {type(plan).__name__}")
     checks.array("q", q, geometry.INDEX_DTYPES, AtLeast(plan.total_q), NUM_HEADS, HEAD_DIM)
     checks.one_of("tp", tp, geometry.WORLD_SIZES)
     checks.flag("compact", compact)
-    check_index_k(k, tp, page_size(compact), row_offset, name="k", dtype=q.dtype)
+    shard = check_shard(k, rank, tp, page_size(compact), row_offset, name="k", dtype=q.dtype)
     checks.array("block_table", block_table, jnp.int32, plan.num_segments, AtLeast(1))
-    checks.index("rank", rank, tp)
-    checks.flag("enable_pdl", enable_pdl)
-    check_precision(precision)
+    return shard
 
 
 def _clear(max_score: jax.Array, tokens: int) -> jax.Array:

@@ -44,6 +44,7 @@ from msa_icp_jax.geometry import (
 )
 from msa_icp_jax.ops._mosaic import launch
 from msa_icp_jax.ops._mosaic.launch import CTA, WARPGROUP, Target
+from msa_icp_jax.ops.arguments import Shard
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan.balance import TILE_TOKENS, UNIT_POSITIONS
 from msa_icp_jax.ops.prefill_score import interpret
@@ -59,15 +60,11 @@ _CONSUMER_TOKENS = TILE_TOKENS // CONSUMERS
 
 def prefill_scores(
     q: jax.Array,
-    k: jax.Array,
+    shard: Shard,
     block_table: jax.Array,
     plan: MSAIcpScorePlan,
     max_score: jax.Array,
     *,
-    rank: Any,
-    world_size: int,
-    page_size: int,
-    row_offset: int,
     sm_scale: float,
     initialize: bool,
     precision: str,
@@ -78,38 +75,33 @@ def prefill_scores(
 
     Args:
       q: float8_e4m3fn or bfloat16 [T, 4, 128].
-      k: [pages, rows, 128], the dtype of `q`; this rank's rows of a page start at `row_offset`.
+      shard: the keys, of the dtype of `q`.
       block_table: int32 [B, width].
       plan: the window's segments and their work list, with total_q <= T.
       max_score: float32 [>= T, 4, K].
-      rank: int or traced int32 scalar.
-      world_size, page_size, row_offset, sm_scale, initialize, enable_pdl: as in the contract.
+      sm_scale, initialize, enable_pdl: as in the contract.
       precision: "fast" (fp8 products, about 14 bits) or "exact" (float32 sums, as of bfloat16 in
         either).
       target: the machine to build for.
     """
-    steps = _Steps(world_size, page_size, row_offset, q.shape[0], max_score.shape[2])
+    steps = _steps_of(shard, q, max_score)
     hidden = "all" if initialize else "none"
     plane = Plane(steps.step_pages, steps.columns, sm_scale, hidden)
     counts = _work_of(plan).tile_of  # not looked at
-    inputs = q, k, block_table, plan, counts
-    config = config_of(k.dtype, precision)
-    return _score(inputs, rank, max_score, steps, plane, config, enable_pdl, target)
+    inputs = q, shard, block_table, plan, counts
+    config = config_of(q.dtype, precision)
+    return _score(inputs, max_score, steps, plane, config, enable_pdl, target)
 
 
 def candidate_scores(
     q: jax.Array,
-    k: jax.Array,
+    shard: Shard,
     block_table: jax.Array,
     plan: MSAIcpScorePlan,
     max_score: jax.Array | jax.ShapeDtypeStruct,
     num_valid_pages: jax.Array,
     forced: tuple[int, int],
     *,
-    rank: Any,
-    world_size: int,
-    page_size: int,
-    row_offset: int,
     precision: str,
     enable_pdl: bool,
     target: Target,
@@ -125,18 +117,17 @@ def candidate_scores(
       forced: forced blocks (begin, end) of the selection.
       others: as for `prefill_scores`.
     """
-    steps = _Steps(world_size, page_size, row_offset, q.shape[0], max_score.shape[2])
-    config = config_of(k.dtype, precision)
+    steps = _steps_of(shard, q, max_score)
+    config = config_of(q.dtype, precision)
     all_steps = cdiv(steps.tokens, TILE_TOKENS) * cdiv(steps.columns, steps.pages)
     quick = all_steps >= config.min_quick_steps * _work_of(plan).ranges.shape[0]
     plane = Plane(steps.step_pages, steps.columns, 1.0, "candidates", forced if quick else None)
-    inputs = q, k, block_table, plan, num_valid_pages
-    return _score(inputs, rank, max_score, steps, plane, config, enable_pdl, target)
+    inputs = q, shard, block_table, plan, num_valid_pages
+    return _score(inputs, max_score, steps, plane, config, enable_pdl, target)
 
 
 def _score(
-    inputs: tuple[Any, ...],
-    rank: Any,
+    inputs: tuple[jax.Array, Shard, jax.Array, MSAIcpScorePlan, jax.Array],
     max_score: jax.Array | jax.ShapeDtypeStruct,
     steps: _Steps,
     plane: Plane,
@@ -144,8 +135,8 @@ def _score(
     enable_pdl: bool,
     target: Target,
 ) -> jax.Array:
-    """Launches the kernel on (q, k, block_table, plan, counts)."""
-    q, k, block_table, plan, counts = inputs
+    """Launches the kernel on (q, shard, block_table, plan, counts)."""
+    q, shard, block_table, plan, counts = inputs
     work = _work_of(plan)
     query = q.reshape(-1, HEAD_DIM)
     padding = round_up(steps.tokens, TILE_TOKENS) * NUM_HEADS - query.shape[0]
@@ -163,11 +154,11 @@ def _score(
         grid=(work.ranges.shape[0],),
         warpgroups=config.warpgroups,
         out_type=max_score if isinstance(max_score, jax.ShapeDtypeStruct) else (),
-        scratch_types={"ring": _Ring.types(steps.step_pages, config, k.dtype)},
+        scratch_types={"ring": _Ring.types(steps.step_pages, config, q.dtype)},
     )
-    hidden = work.hidden_keys(k.dtype)
-    lists = work.ranges, work.tiles, hidden, _rank_scalars(rank, steps), work.tile_of
-    operands = (query, k, block_table, *lists, counts)
+    hidden = work.hidden_keys(q.dtype)
+    lists = work.ranges, work.tiles, hidden, _rank_scalars(shard), work.tile_of
+    operands = (query, shard.index_k, block_table, *lists, counts)
     if isinstance(max_score, jax.ShapeDtypeStruct):
         found: jax.Array = run(*operands)
         return found
@@ -212,10 +203,15 @@ class _Steps:
         return KEYS * self.world_size
 
 
-def _rank_scalars(rank: Any, steps: _Steps) -> jax.Array:
+def _steps_of(shard: Shard, q: jax.Array, max_score: jax.Array | jax.ShapeDtypeStruct) -> _Steps:
+    layout = shard.world_size, shard.page_size, shard.row_offset
+    return _Steps(*layout, q.shape[0], max_score.shape[2])
+
+
+def _rank_scalars(shard: Shard) -> jax.Array:
     """int32 [2]: the rank and the block of its column 0, operands so that ranks share a kernel."""
-    rank = jnp.asarray(rank, jnp.int32)
-    offset = column_offset(rank, steps.world_size, steps.page_size)
+    rank = jnp.asarray(shard.rank, jnp.int32)
+    offset = column_offset(rank, shard.world_size, shard.page_size)
     return jnp.stack([rank, jnp.asarray(offset, jnp.int32)])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,43 +14,37 @@ from msa_icp_jax import rows
 from msa_icp_jax.backend import start_at, vary_as
 from msa_icp_jax.geometry import MAX_BLOCKS, NUM_HEADS, cdiv, column_offset, column_scale
 from msa_icp_jax.ops import _portable
-from msa_icp_jax.ops._portable import RunningTop16, Shard, Tuning
+from msa_icp_jax.ops._portable import RunningTop16, Tuning
+from msa_icp_jax.ops.arguments import Shard
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, prefill_tiles
 
+
 # Jitted for eager callers, whose loops would otherwise compile anew in each call.
-_SIZES = ("world_size", "page_size", "row_offset")
-_FORCED = ("force_begin_blocks", "force_end_blocks")
-
-
-@functools.partial(jax.jit, static_argnames=(*_SIZES, "sm_scale", "initialize"))
+@functools.partial(jax.jit, static_argnames=("sm_scale", "initialize"))
 @_portable.tuned
 def prefill_scores(
     q: jax.Array,
-    k: jax.Array,
+    shard: Shard,
     block_table: jax.Array,
     plan: MSAIcpScorePlan,
     max_score: jax.Array,
     *,
-    rank: Any,
-    world_size: int,
-    page_size: int,
-    row_offset: int,
     sm_scale: float,
     initialize: bool,
     tuning: Tuning,
 ) -> jax.Array:
     """Writes every token's causal columns (all of them when `initialize`)."""
-    shard = Shard(k, rank, world_size, page_size, row_offset)
     columns = max_score.shape[2]
     tile_tokens = min(tuning.tile_tokens, q.shape[0])
     step = _portable.columns_per_step(shard, 1, tile_tokens * NUM_HEADS, columns, tuning)
-    max_score = vary_as(max_score, q, k, block_table, plan.qo_lens, rank)
+    max_score = vary_as(max_score, q, *_varying(shard, block_table, plan))
     if initialize:
         clear = jnp.full((q.shape[0], NUM_HEADS, columns), _portable.NEG_INF, jnp.float32)
         max_score = lax.dynamic_update_slice(max_score, clear, (0, 0, 0))
 
     def one_tile(tile: _Tile, plane: jax.Array) -> jax.Array:
-        causal = cdiv(jnp.minimum(tile.positions + 1, tile.kv_len), page_size)  # columns it may see
+        seen = jnp.minimum(tile.positions + 1, tile.kv_len)
+        causal = cdiv(seen, shard.page_size)  # columns that a token may see
 
         def body(i: jax.Array, plane: jax.Array) -> jax.Array:
             first = jnp.minimum(i * step, columns - step)  # the last step may score some again
@@ -70,20 +64,16 @@ def prefill_scores(
     return _for_each_tile(plan, tile_tokens, q.shape[0], one_tile, max_score)
 
 
-@functools.partial(jax.jit, static_argnames=(*_SIZES, *_FORCED, "columns"))
+@functools.partial(jax.jit, static_argnames=("force_begin_blocks", "force_end_blocks", "columns"))
 @_portable.tuned
 def prefill_rows(
     q: jax.Array,
-    k: jax.Array,
+    shard: Shard,
     block_table: jax.Array,
     plan: MSAIcpScorePlan,
     num_valid_pages: jax.Array,
     carrier: jax.Array,
     *,
-    rank: Any,
-    world_size: int,
-    page_size: int,
-    row_offset: int,
     force_begin_blocks: int,
     force_end_blocks: int,
     columns: int,
@@ -93,12 +83,11 @@ def prefill_rows(
 
     Candidates are among the first `columns` columns.
     """
-    shard = Shard(k, rank, world_size, page_size, row_offset)
-    scale, offset = column_scale(page_size), column_offset(rank, world_size, page_size)
+    scale = column_scale(shard.page_size)
+    offset = column_offset(shard.rank, shard.world_size, shard.page_size)
     tile_tokens = min(tuning.tile_tokens, q.shape[0])
     step = _portable.columns_per_step(shard, 1, tile_tokens * NUM_HEADS, columns, tuning)
-    varying = (q, k, block_table, plan.qo_lens, num_valid_pages, rank)
-    carrier = vary_as(carrier, *varying)
+    carrier = vary_as(carrier, q, num_valid_pages, *_varying(shard, block_table, plan))
     no_candidate = vary_as(rows.empty_rows(NUM_HEADS, q.shape[0]), carrier)
     carrier = lax.dynamic_update_slice(carrier, no_candidate, (0, 0, 0))
 
@@ -114,7 +103,7 @@ def prefill_rows(
                 cols,
                 cols >= i * step,
                 per_head,
-                page_size=page_size,
+                page_size=shard.page_size,
                 index_offset=offset,
                 begin=force_begin_blocks,
                 end=force_end_blocks,
@@ -132,6 +121,13 @@ def prefill_rows(
         return lax.dynamic_update_slice(carrier, new, start)
 
     return _for_each_tile(plan, tile_tokens, q.shape[0], one_tile, carrier)
+
+
+def _varying(
+    shard: Shard, block_table: jax.Array, plan: MSAIcpScorePlan
+) -> tuple[int | jax.Array, ...]:
+    """What decides over which mesh axes results vary, beside the queries."""
+    return shard.index_k, shard.rank, block_table, plan.qo_lens
 
 
 class _Tile(NamedTuple):
