@@ -7,6 +7,7 @@ Nobody types a figure: `python -m benchmarks readme` writes the parts between
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -165,8 +166,17 @@ class _Figures:
         return {BACKENDS[x]: self.us(case.name, "local", x, precision[x]) for x in rest}
 
     def origin(self) -> str:
-        """Where the kernels' rows come from."""
-        return origin(row for row in self.rows.values() if row["backend"] == "mosaic")
+        """Where the kernels' rows come from, and which others are of other commits."""
+        kernels = [row for row in self.rows.values() if row["backend"] == "mosaic"]
+        commits = {row["commit"] for row in kernels}
+        rest = [row for row in self.rows.values() if row["stage"] == "local"]
+        other = Counter(
+            (BACKENDS[row["backend"]], row["commit"][:7])
+            for row in rest
+            if row["commit"] not in commits
+        )
+        said = ", ".join(f"{n} of {name} ({commit})" for (name, commit), n in other.items())
+        return origin(kernels) + (f" Rows of other commits: {said}." if other else "")
 
 
 def summary() -> str:
