@@ -55,7 +55,9 @@ def test_the_files_that_architecture_names_exist() -> None:
     named = set(re.findall(r"`([\w/]+\.py)`", text))
     assert len(named) > 40
     files = [
-        path.as_posix() for top in ("msa_icp_jax", "interop", "tests") for path in files_in(top)
+        path.as_posix()
+        for top in ("msa_icp_jax", "interop", "tests", "tools")
+        for path in files_in(top)
     ]
     assert not {name for name in named if not any(f"/{f}".endswith(f"/{name}") for f in files)}
 
