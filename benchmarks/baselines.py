@@ -143,7 +143,9 @@ def _prefill_scores(case: Any, queries: Any, keys: Any, table: Any, positions: A
 def _gather(keys: Any, pages: Any, dtype: Any) -> Any:
     import torch
 
-    return keys.view(torch.uint8)[pages].view(torch.float8_e4m3fn).to(dtype)
+    if keys.dtype != torch.float8_e4m3fn:
+        return keys[pages].to(dtype)
+    return keys.view(torch.uint8)[pages].view(keys.dtype).to(dtype)  # torch indexes no float8
 
 
 def _page_maxima(case: Any, products: Any, positions: Any) -> Any:

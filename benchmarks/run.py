@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from benchmarks import baselines, check, host, jax_chain, report, results, timing
-from benchmarks.cases import FULL, QUICK, Case, Decode, Host, Prefill, Sharded, decode
+from benchmarks.cases import BFLOAT16, FULL, QUICK, Case, Decode, Host, Prefill, Sharded, decode
 from benchmarks.results import Refused
 from benchmarks.stages import GPU_STREAM_BYTES, Inputs, Pool, build, written_like
 from benchmarks.timing import GraphRun, JitRun, Times
@@ -142,6 +142,7 @@ def _all_items(cases: list[Case], machine: Machine) -> Iterator[Item]:
     sharded = [case for case in cases if isinstance(case, Sharded) and case.normal]
     prefill = [case for case in sharded if isinstance(case, Prefill)]
     decodes = [case for case in sharded if isinstance(case, Decode)]
+    wide = [case for case in cases if isinstance(case, Decode) and case.dtype == BFLOAT16]
     if machine.mosaic:
         for case in cases:
             yield from (Item(case, stage, "mosaic", case.precision) for stage in case.stages)
@@ -153,6 +154,7 @@ def _all_items(cases: list[Case], machine: Machine) -> Iterator[Item]:
     for name in (*baselines.PEERS, "torch"):
         if name in machine.baselines:  # in prefill FlashInfer is the same with and without ICP
             given = decodes if name == "flashinfer-no-icp" else sharded
+            given = [*given, *(wide if name in baselines.PEERS else ())]
             yield from (Item(case, "local", name, "fast") for case in given)
     for case in sharded:  # these compile for long: if time runs out, the first cases have both
         if machine.gpu:
