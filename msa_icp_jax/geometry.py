@@ -10,7 +10,7 @@ lie in one block, ``2 c + (2 r) // W`` (the *compact* layout).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from msa_icp_jax import checks
 from msa_icp_jax.typing import IndexDtype
@@ -76,7 +76,19 @@ def check_query_len(name: str, value: int, high: int = MAX_QUERY_ROWS // NUM_HEA
     return checks.integer(name, value, 1, high)
 
 
-def check_forced(begin_name: str, begin: int, end_name: str, end: int) -> tuple[int, int]:
+class Forced(NamedTuple):
+    """Blocks of a query that always win.
+
+    Attributes:
+      begin: so many at the start of the context.
+      end: so many visible ones at the end.
+    """
+
+    begin: int
+    end: int
+
+
+def check_forced(begin_name: str, begin: int, end_name: str, end: int) -> Forced:
     """Raises unless both forced block counts are >= 0 and at most 16 together."""
     begin = checks.integer(begin_name, begin, 0, TOPK)
     end = checks.integer(end_name, end, 0, TOPK)
@@ -84,7 +96,7 @@ def check_forced(begin_name: str, begin: int, end_name: str, end: int) -> tuple[
         raise ValueError(
             f"{begin_name} + {end_name} must be at most {TOPK}, got {begin} + {end} = {begin + end}"
         )
-    return begin, end
+    return Forced(begin, end)
 
 
 def rows_per_page(world_size: int, page_size: int) -> int:
@@ -195,6 +207,11 @@ class IndexerGeometry:
     def compact(self) -> bool:
         """Whether columns are pages of two blocks."""
         return self.page_size != BLOCK_SIZE
+
+    @property
+    def forced(self) -> Forced:
+        """The blocks that always win."""
+        return Forced(self.init_blocks, self.local_blocks)
 
     @property
     def index_scale(self) -> int:

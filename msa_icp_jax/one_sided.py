@@ -10,12 +10,16 @@ call returns, and uses each once.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 
 from msa_icp_jax.comm import MSAIcpComm
 from msa_icp_jax.geometry import IndexerGeometry
+from msa_icp_jax.ops.arguments import Candidates
+
+if TYPE_CHECKING:
+    from msa_icp_jax.ops._mosaic.peer_rows import Peers
 
 # Of programs that decode one-sidedly: their kernels are launched one by one, not as a graph of
 # XLA's. Only then does a kernel start under its predecessor's end (on an H200 a layer of 32 x 32K
@@ -52,34 +56,22 @@ def select_and_publish(
     Returns:
       comm, with a flag that stayed up counted in `errors`, or the publish counters advanced.
     """
-    from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
+    from msa_icp_jax.ops._mosaic.launch import current_launch  # on demand: Pallas takes a while
     from msa_icp_jax.ops.select import kernel
 
-    common: dict[str, Any] = {
-        "rank": rank,
-        "slot": slot,
-        "index_scale": geometry.index_scale,
-        "index_offset": geometry.index_offset(rank),
-        "force_begin_blocks": geometry.init_blocks,
-        "force_end_blocks": geometry.local_blocks,
-        "enable_pdl": enable_pdl,
-        "target": launch.current_target(),
-    }
-    if tagged:
-        sent = kernel.select_and_publish_tagged_rows(
-            scores, num_valid_pages, comm.tagged_recv_bases, comm.publish_generations, **common
-        )
-        return dataclasses.replace(comm, publish_generations=sent)
-    errors = kernel.select_and_publish_rows(
+    candidates = Candidates(geometry.forced, geometry.index_scale, geometry.index_offset(rank))
+    counters = comm.publish_generations if tagged else comm.errors
+    advanced = kernel.select_and_publish_rows(
         scores,
         num_valid_pages,
-        comm.recv_bases,
-        comm.errors,
-        capacity=geometry.max_decode_tokens,
-        spin_limit=SPIN_LIMIT,
-        **common,
+        _peers(comm, geometry, rank, slot, tagged),
+        counters,
+        candidates,
+        current_launch(enable_pdl),
     )
-    return dataclasses.replace(comm, errors=errors)
+    if tagged:
+        return dataclasses.replace(comm, publish_generations=advanced)
+    return dataclasses.replace(comm, errors=advanced)
 
 
 def merge_published(
@@ -104,26 +96,33 @@ def merge_published(
     Returns:
       (output, comm with its expected counters advanced and rows that did not come in `errors`).
     """
-    from msa_icp_jax.ops._mosaic import launch
+    from msa_icp_jax.ops._mosaic.launch import current_launch
     from msa_icp_jax.ops.merge import kernel
 
     counters = kernel.Generations(comm.publish_generations, comm.expected_generations)
     output, errors, advanced = kernel.merge_rows_at_address(
-        comm.tagged_recv_bases if tagged else comm.recv_bases,
+        _peers(comm, geometry, rank, slot, tagged),
         num_valid_pages,
         output,
         comm.errors,
         counters if tagged else None,
-        rank=rank,
-        slot=slot,
-        capacity=geometry.max_decode_tokens,
-        init_blocks=geometry.init_blocks,
-        local_blocks=geometry.local_blocks,
-        spin_limit=SPIN_LIMIT,
-        enable_pdl=enable_pdl,
-        target=launch.current_target(),
+        geometry.forced,
+        current_launch(enable_pdl),
     )
     published, expected = advanced or counters
     return output, dataclasses.replace(
         comm, errors=errors, publish_generations=published, expected_generations=expected
     )
+
+
+def _peers(
+    comm: MSAIcpComm,
+    geometry: IndexerGeometry,
+    rank: int | jax.Array,
+    slot: int | jax.Array,
+    tagged: bool,
+) -> Peers:
+    from msa_icp_jax.ops._mosaic.peer_rows import Peers
+
+    bases = comm.tagged_recv_bases if tagged else comm.recv_bases
+    return Peers(bases, rank, slot, geometry.max_decode_tokens, tagged, SPIN_LIMIT)

@@ -411,8 +411,7 @@ class MSAIcpIndexerPlan:
         checks.array("received", received, jnp.int32, geometry.world_size, heads, tokens, *row)
         assert received is not None  # as checked
         merge: dict[str, Any] = {
-            "init_blocks": geometry.init_blocks,
-            "local_blocks": geometry.local_blocks,
+            "forced": geometry.forced,
             "enable_pdl": enable_pdl,
             "backend": self.backend,
         }
@@ -614,8 +613,7 @@ class MSAIcpIndexerPlan:
             received,
             num_valid_pages,
             output,
-            init_blocks=geometry.init_blocks,
-            local_blocks=geometry.local_blocks,
+            forced=geometry.forced,
             prefill=True,
             backend=self.backend,
         )

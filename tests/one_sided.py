@@ -20,8 +20,11 @@ import oracle
 import torch
 
 from msa_icp_jax.comm import comm_shapes
+from msa_icp_jax.geometry import Forced
 from msa_icp_jax.ops._mosaic import aot, publish
-from msa_icp_jax.ops._mosaic.launch import Target
+from msa_icp_jax.ops._mosaic.launch import Launch, Target
+from msa_icp_jax.ops._mosaic.peer_rows import Peers
+from msa_icp_jax.ops.arguments import Candidates
 from msa_icp_jax.ops.merge import kernel as merge
 from msa_icp_jax.ops.select import kernel as select
 
@@ -32,6 +35,7 @@ BEGIN, END = 1, 2
 UNTOUCHED = -55
 SPARE_ROWS = 2  # of the output, beyond the tokens
 LONG = 1 << 24  # looks: some ten seconds
+_LAUNCH = Launch(Target(), pdl=True)
 
 
 def storage_shape(form: str, world_size: int, capacity: int) -> tuple[int, ...]:
@@ -46,12 +50,8 @@ def lowered_publish(
     """publish(rows, bases, errors or generations, rank, slot)."""
 
     def run(rows: Any, bases: Any, counters: Any, rank: Any, slot: Any) -> Any:
-        common: Any = {"rank": rank, "slot": slot, "enable_pdl": True, "target": Target()}
-        if form == "tagged":
-            return publish.publish_tagged_rows(rows, bases, counters, **common)
-        return publish.publish_rows(
-            rows, bases, counters, capacity=capacity, spin_limit=spin_limit, **common
-        )
+        peers = Peers(bases, rank, slot, capacity, form == "tagged", spin_limit)
+        return publish.publish_rows(rows, peers, counters, _LAUNCH)
 
     counters = (3, 4, capacity) if form == "tagged" else (1,)
     shapes = [(world_size, 4 // world_size, tokens, 33), (world_size, 2), counters, (), ()]
@@ -65,21 +65,9 @@ def lowered_select(
     """publish(scores, counts, bases, errors or generations, rank, slot)."""
 
     def run(scores: Any, counts: Any, bases: Any, counters: Any, rank: Any, slot: Any) -> Any:
-        common: Any = {
-            "rank": rank,
-            "slot": slot,
-            "index_scale": 1,
-            "index_offset": 0,
-            "force_begin_blocks": BEGIN,
-            "force_end_blocks": END,
-            "enable_pdl": True,
-            "target": Target(),
-        }
-        if form == "tagged":
-            return select.select_and_publish_tagged_rows(scores, counts, bases, counters, **common)
-        return select.select_and_publish_rows(
-            scores, counts, bases, counters, capacity=capacity, spin_limit=spin_limit, **common
-        )
+        peers = Peers(bases, rank, slot, capacity, form == "tagged", spin_limit)
+        candidates = Candidates(Forced(BEGIN, END), 1, 0)
+        return select.select_and_publish_rows(scores, counts, peers, counters, candidates, _LAUNCH)
 
     plane = jax.ShapeDtypeStruct((tokens, 4, columns), jnp.float32)
     counters = (3, 4, capacity) if form == "tagged" else (1,)
@@ -99,12 +87,10 @@ def lowered_merge(
             output,
             errors,
             expected[0] if expected else None,
+            Forced(BEGIN, END),
+            _LAUNCH,
             slot=slot,
-            init_blocks=BEGIN,
-            local_blocks=END,
             spin_limit=spin_limit,
-            enable_pdl=True,
-            target=Target(),
         )
 
     heads = 4 // world_size

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-from msa_icp_jax.ops._mosaic.launch import Target
+from msa_icp_jax.ops._mosaic.launch import Launch, Target
 
 
-def interpreter(ctas: int) -> Target:
-    """A machine of `ctas` CTAs at a time; race detection costs their square, so at most 16."""
+def interpreter(ctas: int, pdl: bool = True, precision: str = "exact") -> Launch:
+    """On a machine of `ctas` CTAs at a time; race detection costs their square, so at most 16."""
     assert ctas <= 16
-    return Target(sms=ctas, interpret=True)
+    return Launch(Target(sms=ctas, interpret=True), pdl, precision)
 
 
 def run(call: Callable[..., Any], *arrays: Any) -> Any:

@@ -16,7 +16,7 @@ from msa_icp_jax.ops._mosaic import launch
 @pytest.fixture(autouse=True)
 def _simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU of two CTAs; any race fails the test."""
-    monkeypatch.setattr(launch, "current_target", lambda: race_free.interpreter(2))
+    monkeypatch.setattr(launch, "current_target", lambda: race_free.interpreter(2).target)
     yield
     races = gpu_callbacks.get_races().races_found
     gpu_callbacks.reset_gpu_interpret_mode_state()

@@ -76,8 +76,7 @@ class Case:
     ) -> np.ndarray:
         kernel = functools.partial(
             decode_kernel.decode_scores,
-            enable_pdl=True,
-            target=race_free.interpreter(self.ctas),
+            launch=race_free.interpreter(self.ctas),
         )
 
         def call(rank: jax.Array, queries: jax.Array, keys: jax.Array, *others: Any) -> jax.Array:

@@ -38,7 +38,7 @@ fuzz = hostile.fuzz(
 def _simulated_gpu() -> Iterator[None]:
     """A GPU of two CTAs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "current_target", lambda: race_free.interpreter(2))
+        patch.setattr(launch, "current_target", lambda: race_free.interpreter(2).target)
         yield
 
 

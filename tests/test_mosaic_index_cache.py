@@ -28,7 +28,7 @@ def write(index_k: Array, new_k: Array, slots: Array, shard: oracle.Shard, ctas:
     """Runs the kernel on raw codes, the rank traced."""
     kernel = functools.partial(
         write_kernel.write_rows,
-        target=race_free.interpreter(ctas),
+        launch=race_free.interpreter(ctas),
     )
 
     def call(index_k: jax.Array, new_k: jax.Array, slots: jax.Array, rank: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import oracle
 import pytest
 import race_free
 
+from msa_icp_jax.geometry import Forced
 from msa_icp_jax.ops.merge import kernel as merge_kernel
 
 Array = npt.NDArray[Any]
@@ -34,11 +35,9 @@ def merge(
     output = np.full((len(counts) + 2, recv.shape[1], 16), _UNTOUCHED, np.int32)
     kernel = functools.partial(
         merge_kernel.merge_rows,
-        init_blocks=begin,
-        local_blocks=end,
+        forced=Forced(begin, end),
         prefill=prefill,
-        enable_pdl=True,
-        target=race_free.interpreter(ctas),
+        launch=race_free.interpreter(ctas),
     )
     arrays = [recv, counts, output, np.array([5], np.int32)]
     if tags is None:
@@ -146,12 +145,10 @@ def merge_arriving(
             output,
             errors,
             expected[0] if expected else None,
+            Forced(1, 2),
+            race_free.interpreter(5),
             slot=slot,
-            init_blocks=1,
-            local_blocks=2,
             spin_limit=10,
-            enable_pdl=True,
-            target=race_free.interpreter(5),
         )
 
     counters = [] if expected is None else [expected]

@@ -18,8 +18,8 @@ import pytest
 import race_free
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-from msa_icp_jax.geometry import MAX_INT32, MAX_TOKENS
-from msa_icp_jax.ops._mosaic.launch import Target
+from msa_icp_jax.geometry import MAX_INT32, MAX_TOKENS, Forced
+from msa_icp_jax.ops._mosaic.launch import Launch
 from msa_icp_jax.ops.arguments import Shard
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan as host_plan
@@ -125,7 +125,7 @@ def reference(window: Window, given: Inputs, columns: int, shard: oracle.Shard, 
 
 def run(kernel: Any, query: Any, shard: Shard, *arrays: Any, **options: Any) -> np.ndarray:
     """Runs a kernel in the interpreter, the rank traced; any race fails."""
-    call = jax.jit(functools.partial(kernel, enable_pdl=False, **options))
+    call = jax.jit(functools.partial(kernel, **options))
     try:
         out = np.asarray(call(query, shard, *arrays))
         assert not gpu_callbacks.get_races().races_found
@@ -167,8 +167,7 @@ def test_scores_are_the_contract(
         before,
         sm_scale=sm_scale,
         initialize=initialize,
-        precision=precision,
-        target=Target(ctas, interpret=True),
+        launch=race_free.interpreter(ctas, False, precision),
     )
     plane = reference(WINDOW, given, columns, shard, sm_scale=sm_scale, initialize=initialize)
     oracle.check_scores(actual, before, plane, eps=0.0)
@@ -187,9 +186,8 @@ def test_candidates_past_the_causal_prefix_are_hidden(shard):
         WINDOW.plan(3),
         before,
         jnp.asarray(counts, jnp.int32),
-        forced=(0, 1),
-        precision="fast",
-        target=Target(3, interpret=True),
+        forced=Forced(0, 1),
+        launch=race_free.interpreter(3, False, "fast"),
     )
     plane = reference(WINDOW, given, columns, shard)
     ids = np.arange(columns) * shard.index_scale + shard.index_offset
@@ -211,24 +209,12 @@ LONG_WINDOW = Window([6, 20, 2], [5000, 300, 0], [5006, 200, 2], tail=3)
 _COLUMNS = 48
 
 
-def rows_of(*arrays: Any, forced: tuple[int, int], scale: int, offset: int, **options: Any) -> Any:
+def rows_of(q: Any, shard: Shard, *arrays: Any, forced: Forced, launch: Launch) -> Any:
     """Candidate rows from a plane that is made for them, and the plane."""
-    *inputs, counts, carrier = arrays
+    *others, counts, carrier = arrays
     plane = jax.ShapeDtypeStruct((counts.shape[0], 4, _COLUMNS), jnp.float32)
-    scores = kernel.candidate_scores(*inputs, plane, counts, forced, **options)
-    found = select_rows(
-        scores,
-        counts,
-        carrier,
-        None,
-        index_scale=scale,
-        index_offset=offset,
-        force_begin_blocks=forced[0],
-        force_end_blocks=forced[1],
-        enable_pdl=False,
-        target=options["target"],
-    )
-    return found, scores
+    scores = kernel.candidate_scores(q, shard, *others, plane, counts, forced, launch)
+    return select_rows(scores, counts, carrier, None, shard.candidates(forced), launch), scores
 
 
 def run_rows(window, given, shard, forced, ctas, precision, counts):
@@ -236,12 +222,8 @@ def run_rows(window, given, shard, forced, ctas, precision, counts):
     before = np.full((4, window.tokens + 2, 33), 77, np.int32)
     call = functools.partial(
         rows_of,
-        forced=forced,
-        scale=shard.index_scale,
-        offset=shard.index_offset,
-        precision=precision,
-        enable_pdl=False,
-        target=Target(ctas, interpret=True),
+        forced=Forced(*forced),
+        launch=race_free.interpreter(ctas, False, precision),
     )
     arrays = (*arrays_of(given, shard), window.plan(ctas), counts, before)
     rows, scores = race_free.run(call, *arrays)

@@ -16,7 +16,9 @@ import pytest
 import race_free
 from lane_simulator import Lane
 
-from msa_icp_jax.ops._mosaic.launch import ctas_per_sm
+from msa_icp_jax.geometry import Forced
+from msa_icp_jax.ops._mosaic.launch import Target, ctas_per_sm
+from msa_icp_jax.ops.arguments import Candidates
 from msa_icp_jax.ops.select import kernel as select_kernel
 from msa_icp_jax.ops.select import long_rows, networks, paired_rows
 
@@ -40,11 +42,7 @@ def select(
     """Runs the kernel; the offset is traced, since ranks differ in nothing else."""
     kernel = functools.partial(
         select_kernel.select_rows,
-        index_scale=scale,
-        force_begin_blocks=begin,
-        force_end_blocks=end,
-        enable_pdl=True,
-        target=race_free.interpreter(ctas),
+        launch=race_free.interpreter(ctas),
     )
 
     def call(offset: jax.Array, scores: jax.Array, counts: jax.Array, *others: jax.Array) -> Any:
@@ -54,7 +52,7 @@ def select(
             counts,
             None if rows is None else next(given),
             None if tags is None else next(given),
-            index_offset=offset,
+            Candidates(Forced(begin, end), scale, offset),
         )
 
     others = [x for x in (rows, tags) if x is not None]
@@ -145,7 +143,7 @@ def test_shares_cover_all_rows_once():
     [(64, True, False), (256, True, False), (255, False, False), (260, False, True)],
 )
 def test_narrow_planes_go_two_lanes_a_row(columns, narrow, short):
-    team, ctas, direct = select_kernel._grid(4096, columns, select_kernel.Target(sms=132))
+    team, ctas, direct = select_kernel._grid(4096, columns, Target(sms=132))
     facts = select_kernel.Select(4096, columns, 1, 0, 1, False, team, ctas, direct)
     assert (facts.narrow, facts.takes_short) == (narrow, short)
 

@@ -15,9 +15,11 @@ import pytest
 from lane_simulator import Lane, Words
 
 from msa_icp_jax.comm import comm_shapes
+from msa_icp_jax.geometry import Forced
 from msa_icp_jax.ops._mosaic import peer_memory, peer_rows, publish
-from msa_icp_jax.ops._mosaic.launch import Target
+from msa_icp_jax.ops._mosaic.launch import Launch, Target
 from msa_icp_jax.ops._mosaic.peer_rows import Owners, PeerRows
+from msa_icp_jax.ops.arguments import Candidates
 from msa_icp_jax.ops.select import kernel as select
 from msa_icp_jax.ops.select import long_rows
 
@@ -99,7 +101,7 @@ class Sender:
 
     def __init__(self, peers: Peers, counters: Array, slot: int) -> None:
         world_size, self.form = len(peers.storage), peers.form
-        self.owners = Owners(world_size, CAPACITY, peers.form == "tagged")
+        self.owners = Owners(world_size, CAPACITY, peers.form == "tagged", spin_limit=1)
         self._operands = [peers.bases, np.int32([RANK]), np.int32([slot]), counters.reshape(-1)]
         self.slot = self._operands[2]
 
@@ -190,7 +192,7 @@ def test_tagged_rows(peers_of, world_size, slot):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_place_is_the_flat_row_of_the_storage(world_size):
     heads = 4 // world_size
-    owners = Owners(world_size, CAPACITY, tagged=True)
+    owners = Owners(world_size, CAPACITY, tagged=True, spin_limit=1)
     rows = np.arange(3 * 4 * CAPACITY).reshape(3, world_size, heads, CAPACITY)
     counters = np.arange(3 * 4 * CAPACITY).reshape(3, 4, CAPACITY)
     for slot, source, head, token in np.ndindex(3, world_size, 4, CAPACITY):
@@ -299,17 +301,11 @@ def test_every_row_that_is_sent_has_a_team_of_its_own(tokens, columns):
 def test_the_interpreter_is_refused():
     scores, counts = np.zeros((2, 4, 64), np.float32), np.zeros(2, np.int32)
     with pytest.raises(AssertionError, match="no device addresses"):
-        select.select_and_publish_tagged_rows(
+        select.select_and_publish_rows(
             scores,
             counts,
-            np.zeros((2, 2), np.int32),
+            peer_rows.Peers(np.zeros((2, 2), np.int32), 0, 0, 2, True, 1),
             np.zeros((3, 4, 2), np.int32),
-            rank=0,
-            slot=0,
-            index_scale=1,
-            index_offset=0,
-            force_begin_blocks=0,
-            force_end_blocks=1,
-            enable_pdl=True,
-            target=Target(sms=2, interpret=True),
+            Candidates(Forced(0, 1), 1, 0),
+            Launch(Target(sms=2, interpret=True)),
         )

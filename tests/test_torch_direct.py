@@ -968,7 +968,7 @@ def lowered_kernels() -> list[Any]:
     prefill = kernels.Window(40, 2, 40, (8, 64, 128), 8)
     return [
         kernels.decode_scores(facts, batch, True),
-        kernels.select_and_publish_rows(facts, 4, True, 64),
+        kernels.select_and_publish_rows(facts, 4, False, True, 64),
         kernels.merge_rows(facts, 4, True, True, 64),
         kernels.prefill_local(facts, prefill, 40, False),
         kernels.prefill_merge(facts, 40, 40),

@@ -158,10 +158,8 @@ class DirectRoute:
         return [*scores, *select.bind((call.scores, call.num_valid_pages, *peers))]
 
     def _publishing_select(self, tokens: int, tagged: bool, pdl: bool) -> Program:
-        form = (self._facts(), tokens, pdl)
-        if tagged:
-            return self._program(kernels.select_and_publish_tagged_rows, *form)
-        return self._program(kernels.select_and_publish_rows, *form, self._spin_limit)
+        form = (tokens, tagged, pdl, self._spin_limit)
+        return self._program(kernels.select_and_publish_rows, self._facts(), *form)
 
     def _merge(self, call: DecodeCall, spin_limit: int) -> Launches:
         """Merges the rows of the slot, each of which is looked at up to `spin_limit` times."""

@@ -19,13 +19,14 @@ from msa_icp_jax import (
     MSAIcpIndexerPlan,
     MSAIcpScorePlan,
     msa_icp_decode_index_score_sharded,
-    msa_icp_topk_select_prefill,
     rows,
 )
 from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, NUM_SLOTS, TOPK
 from msa_icp_jax.ops._mosaic import aot
 from msa_icp_jax.ops._mosaic.aot import Lowered
-from msa_icp_jax.ops._mosaic.launch import Target, building_for
+from msa_icp_jax.ops._mosaic.launch import Launch, Target, building_for
+from msa_icp_jax.ops._mosaic.peer_rows import Peers
+from msa_icp_jax.ops.arguments import Candidates
 from msa_icp_jax.ops.merge import kernel as merge
 from msa_icp_jax.ops.prefill_plan.balance import prefill_work
 from msa_icp_jax.ops.select import kernel as select
@@ -65,21 +66,10 @@ class Facts:
         }
 
     @property
-    def forced(self) -> dict[str, int]:
-        """Forced blocks, as a select names them."""
-        return {
-            "force_begin_blocks": self.geometry.init_blocks,
-            "force_end_blocks": self.geometry.local_blocks,
-        }
-
-    @property
-    def columns(self) -> dict[str, Any]:
+    def candidates(self) -> Candidates:
         """What the columns of a score plane are to every select."""
-        return {
-            "index_scale": self.geometry.index_scale,
-            "index_offset": self.geometry.index_offset(self.rank),
-            **self.forced,
-        }
+        geometry = self.geometry
+        return Candidates(geometry.forced, geometry.index_scale, geometry.index_offset(self.rank))
 
     def received(self, tokens: int) -> jax.ShapeDtypeStruct:
         """Rows by source or by owner."""
@@ -191,56 +181,27 @@ def decode_local(facts: Facts, batch: Batch, pdl: bool) -> Lowered:
 
 
 @functools.cache
-def select_and_publish_rows(facts: Facts, tokens: int, pdl: bool, spin_limit: int) -> Lowered:
-    """``(scores, num_valid_pages, recv_bases, slot, errors)``, to the peers' memory.
+def select_and_publish_rows(
+    facts: Facts, tokens: int, tagged: bool, pdl: bool, spin_limit: int
+) -> Lowered:
+    """``(scores, num_valid_pages, recv_bases, slot, counters)``, to the peers' memory.
 
-    Errors are written.
+    The counters, which are the errors of legacy and the publish generations of tagged rows, are
+    written.
     """
     geometry = facts.geometry
+    capacity = geometry.max_decode_tokens
 
-    def run(scores: Any, counts: Any, bases: Any, slot: Any, errors: Any) -> Any:
+    def run(scores: Any, counts: Any, bases: Any, slot: Any, counters: Any) -> Any:
+        peers = Peers(bases, facts.rank, slot, capacity, tagged, spin_limit)
+        how = Launch(facts.target, pdl)
         return select.select_and_publish_rows(
-            scores,
-            counts,
-            bases,
-            errors,
-            rank=facts.rank,
-            slot=slot,
-            capacity=geometry.max_decode_tokens,
-            spin_limit=spin_limit,
-            enable_pdl=pdl,
-            target=facts.target,
-            **facts.columns,
+            scores, counts, peers, counters, facts.candidates, how
         )
 
     scored = (facts.plane(tokens), _array(tokens))
-    return facts.lower(run, *scored, _array(geometry.world_size, 2), _array(1), _array(1))
-
-
-@functools.cache
-def select_and_publish_tagged_rows(facts: Facts, tokens: int, pdl: bool) -> Lowered:
-    """``(scores, num_valid_pages, tagged_recv_bases, slot, publish_generations)``, to peers.
-
-    The last are written.
-    """
-    geometry = facts.geometry
-
-    def run(scores: Any, counts: Any, bases: Any, slot: Any, generations: Any) -> Any:
-        return select.select_and_publish_tagged_rows(
-            scores,
-            counts,
-            bases,
-            generations,
-            rank=facts.rank,
-            slot=slot,
-            enable_pdl=pdl,
-            target=facts.target,
-            **facts.columns,
-        )
-
-    scored = (facts.plane(tokens), _array(tokens))
-    generations = _array(NUM_SLOTS, NUM_HEADS, geometry.max_decode_tokens)
-    return facts.lower(run, *scored, _array(geometry.world_size, 2), _array(1), generations)
+    counters = _array(NUM_SLOTS, NUM_HEADS, capacity) if tagged else _array(1)
+    return facts.lower(run, *scored, _array(geometry.world_size, 2), _array(1), counters)
 
 
 @functools.cache
@@ -258,12 +219,10 @@ def merge_rows(facts: Facts, tokens: int, tagged: bool, pdl: bool, spin_limit: i
             output,
             errors,
             expected[0] if expected else None,
+            geometry.forced,
+            Launch(facts.target, pdl),
             slot=slot,
-            init_blocks=geometry.init_blocks,
-            local_blocks=geometry.local_blocks,
             spin_limit=spin_limit,
-            enable_pdl=pdl,
-            target=facts.target,
         )
 
     counters = (NUM_SLOTS, geometry.heads_per_rank, geometry.max_decode_tokens)
@@ -331,9 +290,8 @@ def prefill_select(facts: Facts, tokens: int, carrier_tokens: int) -> Lowered:
     """``(score_scratch, num_valid_pages, carrier)``, of a window that has no segment."""
 
     def run(scores: Any, counts: Any, carrier: Any) -> Any:
-        return msa_icp_topk_select_prefill(
-            scores, counts, carrier, backend="mosaic", **facts.columns
-        )
+        how = Launch(facts.target, pdl=True)
+        return select.select_rows(scores, counts, carrier, None, facts.candidates, how)
 
     carrier = _array(NUM_HEADS, carrier_tokens, rows.ROW_WORDS)
     return facts.lower(run, facts.plane(tokens), _array(tokens), carrier)

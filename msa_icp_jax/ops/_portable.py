@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from msa_icp_jax import rows
-from msa_icp_jax.geometry import HEAD_DIM, TOPK, cdiv, column_scale
-from msa_icp_jax.ops.arguments import Shard
+from msa_icp_jax.geometry import HEAD_DIM, TOPK, cdiv
+from msa_icp_jax.ops.arguments import Candidates, Shard
 
 NEG_INF = -jnp.inf
 _PRODUCT_BYTES_PER_STEP = 64 << 20  # float32 products that one scoring step holds
@@ -181,11 +181,7 @@ class RunningTop16(NamedTuple):
         columns: jax.Array,
         fresh: jax.Array,
         num_valid_pages: jax.Array,
-        *,
-        page_size: int,
-        index_offset: Any,
-        begin: int,
-        end: int,
+        candidates: Candidates,
     ) -> RunningTop16:
         """Folds in scores [..., columns] of columns that all lie past the earlier ones.
 
@@ -193,8 +189,8 @@ class RunningTop16(NamedTuple):
         shape.
         """
         words = lax.bitcast_convert_type(scores, jnp.int32)
-        ids = jnp.broadcast_to(columns * column_scale(page_size) + index_offset, words.shape)
-        keys = rows.candidate_keys(words, ids, num_valid_pages[..., None], begin, end)
+        ids = jnp.broadcast_to(columns * candidates.scale + candidates.offset, words.shape)
+        keys = rows.candidate_keys(words, ids, num_valid_pages[..., None], *candidates.forced)
         keys = jnp.where(fresh, keys, rows.INVALID_KEY)
         # Earlier candidates stand first, so among equal keys the lower id keeps winning.
         joined = (

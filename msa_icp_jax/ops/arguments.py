@@ -9,6 +9,7 @@ import jax
 
 from msa_icp_jax import checks, geometry
 from msa_icp_jax.checks import AtLeast
+from msa_icp_jax.geometry import Forced
 
 
 @jax.tree_util.register_dataclass
@@ -35,6 +36,28 @@ class Shard:
     def rows(self) -> int:
         """Rows of a page on this rank."""
         return geometry.rows_per_page(self.world_size, self.page_size)
+
+    def candidates(self, forced: Forced) -> Candidates:
+        """The candidates among a score plane's columns."""
+        scale = geometry.column_scale(self.page_size)
+        offset = geometry.column_offset(self.rank, self.world_size, self.page_size)
+        return Candidates(forced, scale, offset)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """What blocks the columns of a score plane are, and which of them always win.
+
+    Attributes:
+      forced: those that always win.
+      scale: blocks from one column to the next, 1 or 2.
+      offset: block of column 0, an int or a traced int32 scalar.
+    """
+
+    forced: Forced = dataclasses.field(metadata={"static": True})
+    scale: int = dataclasses.field(metadata={"static": True})
+    offset: int | jax.Array
 
 
 def check_shard(

@@ -17,7 +17,7 @@ import pytest
 
 from msa_icp_jax import msa_icp_decode_index_score_sharded, msa_icp_decode_score_publish
 from msa_icp_jax.geometry import INDEX_DTYPES
-from msa_icp_jax.ops._mosaic.launch import current_target
+from msa_icp_jax.ops._mosaic.launch import current_launch
 from msa_icp_jax.ops.decode_score import kernel as decode_kernel
 
 _EXACT = 2**-17
@@ -28,8 +28,7 @@ def _call(shard: oracle.Shard, query_len: int, pdl: bool = True) -> Any:
     """The jitted kernel; the rank is traced, the score buffer donated."""
     kernel = functools.partial(
         decode_kernel.decode_scores,
-        enable_pdl=pdl,
-        target=current_target(),
+        launch=current_launch(pdl),
     )
 
     def call(q: Any, k: Any, table: Any, lengths: Any, scores: Any, rank: Any) -> Any:

@@ -16,9 +16,9 @@ import numpy as np
 import oracle
 import pytest
 
-from msa_icp_jax.geometry import column_offset, column_scale
-from msa_icp_jax.ops._mosaic.launch import current_target
-from msa_icp_jax.ops.arguments import Shard
+from msa_icp_jax.geometry import Forced
+from msa_icp_jax.ops._mosaic.launch import Launch, current_launch, current_target
+from msa_icp_jax.ops.arguments import Candidates, Shard
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan import msa_icp_index_score_sharded_plan_device as device_plan
 from msa_icp_jax.ops.prefill_score import config, kernel
@@ -43,40 +43,18 @@ def _plan(qo: list[int], offset: list[int], kv: list[int], tail: int) -> MSAIcpS
     return replace(plan, work=balance.prefill_work(plan, current_target().sms))
 
 
-def _rows(
-    q: Any,
-    shard: Shard,
-    *arrays: Any,
-    force_begin_blocks: int,
-    force_end_blocks: int,
-    columns: int,
-    target: Any,
-    **options: Any,
-) -> Any:
+def _rows(q: Any, shard: Shard, *arrays: Any, forced: Forced, columns: int, launch: Launch) -> Any:
     """Candidate rows, selected from a plane that is made for them."""
     *others, counts, carrier = arrays
     plane = jax.ShapeDtypeStruct((counts.shape[0], 4, columns), jnp.float32)
-    forced = (force_begin_blocks, force_end_blocks)
-    scores = kernel.candidate_scores(
-        q, shard, *others, plane, counts, forced, target=target, **options
-    )
-    return select_rows(
-        scores,
-        counts,
-        carrier,
-        None,
-        index_scale=column_scale(shard.page_size),
-        index_offset=column_offset(shard.rank, shard.world_size, shard.page_size),
-        force_begin_blocks=force_begin_blocks,
-        force_end_blocks=force_end_blocks,
-        enable_pdl=True,
-        target=target,
-    )
+    scores = kernel.candidate_scores(q, shard, *others, plane, counts, forced, launch)
+    launch = replace(launch, pdl=True)
+    return select_rows(scores, counts, carrier, None, shard.candidates(forced), launch)
 
 
-def _jitted(run: Any, shard: oracle.Shard, *, donate: int, **options: Any) -> Any:
+def _jitted(run: Any, shard: oracle.Shard, launch: Launch, *, donate: int, **options: Any) -> Any:
     """A kernel under jit; the rank is traced, the buffer donated."""
-    call = functools.partial(run, target=current_target(), **options)
+    call = functools.partial(run, launch=launch, **options)
 
     def with_rank(rank: Any, q: Any, k: Any, *arrays: Any) -> Any:
         return call(q, inputs.with_keys(shard, k, rank), *arrays)
@@ -118,11 +96,10 @@ def _scores(
     call = _jitted(
         kernel.prefill_scores,
         shard,
+        current_launch(pdl, precision),
         donate=4,
         sm_scale=sm_scale,
         initialize=initialize,
-        precision=precision,
-        enable_pdl=pdl,
     )
     arrays = (inputs.index_array(queries), inputs.index_array(keys), jnp.asarray(table))
     actual = _repeat(call, shard.rank, (*arrays, _plan(_QO, _OFFSET, _KV, _TAIL), before), donate=4)
@@ -216,11 +193,10 @@ def test_cache_over_two_gib(index_dtype):
     call = _jitted(
         kernel.prefill_scores,
         shard,
+        current_launch(True, "fast"),
         donate=4,
         sm_scale=1.0,
         initialize=True,
-        precision="fast",
-        enable_pdl=True,
     )
     cache = jax.lax.bitcast_convert_type(cache, jnp.dtype(index_dtype))
     actual = call(
@@ -263,12 +239,10 @@ def test_rows_are_the_selection_of_the_kernels_own_scores(world_size, page_size,
     call = _jitted(
         _rows,
         shard,
+        current_launch(True, "fast"),
         donate=5,
-        force_begin_blocks=begin,
-        force_end_blocks=end,
+        forced=Forced(begin, end),
         columns=columns,
-        precision="fast",
-        enable_pdl=True,
     )
     arrays = (inputs.index_array(queries), inputs.index_array(keys), jnp.asarray(table))
     actual = _repeat(
@@ -313,25 +287,13 @@ def test_rows_of_a_large_window(monkeypatch, world_size, page_size, form):
     table = jnp.asarray(inputs.block_table(rng, kv, page_size, columns, 600))
     plan = _plan(qo, offset, kv, 0)
     counts = jnp.asarray(oracle.prefill_num_valid_pages(qo, offset, tokens))
-    forced = {"force_begin_blocks": 1, "force_end_blocks": 2}
-    common = {"precision": precision, "enable_pdl": True}
-    score = _jitted(
-        kernel.prefill_scores, shard, donate=4, sm_scale=1.0, initialize=False, **common
-    )
-    select = _jitted(_rows, shard, donate=5, columns=columns, **forced, **common)
+    forced, launch = Forced(1, 2), current_launch(True, precision)
+    score = _jitted(kernel.prefill_scores, shard, launch, donate=4, sm_scale=1.0, initialize=False)
+    select = _jitted(_rows, shard, launch, donate=5, columns=columns, forced=forced)
     plane = jnp.full((tokens, 4, columns), jnp.nan, jnp.float32)
     plane = score(jnp.int32(0), queries, keys, table, plan, plane)
-    want = select_rows(
-        plane,
-        counts,
-        None,
-        None,
-        index_scale=scale,
-        index_offset=shard.index_offset,
-        enable_pdl=False,
-        target=current_target(),
-        **forced,
-    )
+    candidates = Candidates(forced, scale, shard.index_offset)
+    want = select_rows(plane, counts, None, None, candidates, current_launch(False))
     carrier = jnp.zeros((4, tokens, 33), jnp.int32)
     rows = _repeat(select, 0, (queries, keys, table, plan, counts, carrier), donate=5)
     np.testing.assert_array_equal(rows, want)

@@ -16,7 +16,9 @@ import numpy as np
 import oracle
 import pytest
 
-from msa_icp_jax.ops._mosaic.launch import current_target
+from msa_icp_jax.geometry import Forced
+from msa_icp_jax.ops._mosaic.launch import current_launch
+from msa_icp_jax.ops.arguments import Candidates
 from msa_icp_jax.ops.index_cache import kernel as index_cache
 from msa_icp_jax.ops.merge import kernel as merge
 from msa_icp_jax.ops.select import kernel as select
@@ -52,13 +54,13 @@ def test_select(tokens, columns, scale, begin, end, form):
     tags = rng.integers(-(2**31), 2**31, (4, tokens)).astype(np.int32)
     kernel = functools.partial(
         select.select_rows,
-        index_scale=scale,
-        force_begin_blocks=begin,
-        force_end_blocks=end,
-        enable_pdl=True,
-        target=current_target(),
+        launch=current_launch(True),
     )
-    call = jax.jit(lambda s, n, r, t, o: kernel(s, n, r, t, index_offset=o), donate_argnums=2)
+
+    def with_offset(s: Any, n: Any, r: Any, t: Any, offset: Any) -> Any:
+        return kernel(s, n, r, t, Candidates(Forced(begin, end), scale, offset))
+
+    call = jax.jit(with_offset, donate_argnums=2)
 
     def once() -> np.ndarray:
         arrays = (scores, counts, None if rows is None else jnp.asarray(rows))
@@ -104,11 +106,9 @@ def test_merge(form, sources, tokens):
         want = oracle.Merge(oracle.merge(recv, counts, 1, 2, prefill=True), recv, None, 0)
     kernel = functools.partial(
         merge.merge_rows,
-        init_blocks=1,
-        local_blocks=2,
+        forced=Forced(1, 2),
         prefill=form == "prefill",
-        enable_pdl=True,
-        target=current_target(),
+        launch=current_launch(True),
     )
     output = jnp.full((tokens + 2, heads, 16), _UNTOUCHED, jnp.int32)
     errors = jnp.full(1, 5, jnp.int32)
@@ -144,7 +144,7 @@ def test_index_key_write(shard, pages, pitch, tokens):
 
     def write(index_k: Any, new_k: Any, slots: Any, rank: Any) -> Any:
         cache = inputs.with_keys(shard, index_k, rank)
-        return index_cache.write_rows(cache, new_k, slots, target=current_target())
+        return index_cache.write_rows(cache, new_k, slots, launch=current_launch(False))
 
     call = jax.jit(write, donate_argnums=0)
     after = bits(call(cache, new, slots, jnp.int32(shard.rank)), jnp.uint8)
@@ -162,12 +162,8 @@ def test_rows_are_written_in_place():
     pointer = rows.unsafe_buffer_pointer()
     kernel = functools.partial(
         select.select_rows,
-        index_scale=1,
-        index_offset=0,
-        force_begin_blocks=0,
-        force_end_blocks=1,
-        enable_pdl=False,
-        target=current_target(),
+        candidates=Candidates(Forced(0, 1), 1, 0),
+        launch=current_launch(False),
     )
     call = jax.jit(lambda s, n, r: kernel(s, n, r, None), donate_argnums=2)
     assert call(scores, counts, rows).unsafe_buffer_pointer() == pointer

@@ -22,8 +22,10 @@ from jax.sharding import PartitionSpec as P
 from test_multiprocess import free_port
 
 from msa_icp_jax.comm import comm_shapes
-from msa_icp_jax.ops._mosaic.launch import current_target
-from msa_icp_jax.ops._mosaic.publish import publish_rows, publish_tagged_rows
+from msa_icp_jax.geometry import Forced
+from msa_icp_jax.ops._mosaic.launch import current_launch
+from msa_icp_jax.ops._mosaic.peer_rows import Peers
+from msa_icp_jax.ops._mosaic.publish import publish_rows
 from msa_icp_jax.ops.merge.kernel import merge_arriving_rows
 
 LENGTHS = [300, 0, 4000, 1]
@@ -91,15 +93,16 @@ def test_one_sided_stores_inside_a_jitted_program(form: str) -> None:
         return [shards[device] for device in devices]
 
     def local(rows: Any, bases: Any, counts: Any, slot: Any, state: Any) -> Any:
-        common: Any = {"enable_pdl": True, "target": current_target()}
+        launch = current_launch(True)
         rank = lax.axis_index(AXIS)
         recv, sent, expected, output, errors = state
+        tagged = form == "tagged"
         for i in range(links):
-            if form == "tagged":
-                sent = publish_tagged_rows(rows, bases, sent, rank=rank, slot=slot + i, **common)
+            peers = Peers(bases, rank, slot + i, tokens, tagged, 1 << 22)
+            if tagged:
+                sent = publish_rows(rows, peers, sent, launch)
             else:
-                errors = publish_rows(rows, bases, errors, rank=rank, slot=slot + i,
-                                      capacity=tokens, spin_limit=1 << 22, **common)  # fmt: skip
+                errors = publish_rows(rows, peers, errors, launch)
             # The merge reads what the publish wrote, and no value says so.
             recv, sent, errors = lax.optimization_barrier((recv, sent, errors))
             output, recv, errors, following = merge_arriving_rows(
@@ -107,12 +110,11 @@ def test_one_sided_stores_inside_a_jitted_program(form: str) -> None:
                 counts,
                 output,
                 errors,
-                expected if form == "tagged" else None,
+                expected if tagged else None,
+                Forced(1, 2),
+                launch,
                 slot=slot + i,
-                init_blocks=1,
-                local_blocks=2,
                 spin_limit=1 << 22,
-                **common,
             )
             expected = expected if following is None else following
             sent, output = lax.optimization_barrier((sent, output))

@@ -70,6 +70,65 @@ def building_for(target: Target) -> Iterator[None]:
         _chosen_target.reset(token)
 
 
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How a kernel is built and launched.
+
+    Attributes:
+      target: the machine to build for.
+      pdl: let it start before the kernel in front of it ends (programmatic dependent launch).
+      precision: of products, "exact" (float32 sums) or "fast" (fp8, about 14 bits of the sum). Only
+        the prefill scorer has both.
+    """
+
+    target: Target
+    pdl: bool = False
+    precision: str = "exact"
+
+    def kernel(
+        self,
+        body: Callable[..., None],
+        *,
+        name: str,
+        grid: tuple[int, ...],
+        warpgroups: int = 1,
+        out_type: Any = (),
+        scratch_types: Any = (),
+    ) -> Callable[..., Any]:
+        """Returns a function of arrays and refs that runs `body`.
+
+        `body(*inputs, *outputs, **scratch)` runs in every warpgroup of every CTA:
+        `lax.axis_index(CTA)` and `lax.axis_index(WARPGROUP)` say in which. Refs among the inputs,
+        made by `writable`, are written in place. The body states every barrier itself.
+        """
+        kernel = plgpu.kernel(
+            body,
+            out_type=out_type,
+            scratch_types=scratch_types,
+            compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+            grid=grid,
+            grid_names=(CTA,),
+            num_threads=warpgroups,
+            thread_name=WARPGROUP,
+            kernel_name=name,
+            interpret=self._interpreter(),
+        )
+
+        def call(*operands: Any) -> Any:
+            with jax.enable_x64(False):  # with it on, the body's Python ints would be 64 bits wide
+                return jax.tree.map(_whole, kernel(*map(_whole, operands)))
+
+        return call
+
+    def _interpreter(self) -> Any:
+        return plgpu.InterpretGPUParams(detect_races=True) if self.target.interpret else None
+
+
+def current_launch(pdl: bool, precision: str = "exact") -> Launch:
+    """A launch on `current_target`."""
+    return Launch(current_target(), pdl, precision)
+
+
 def ctas_per_sm(shared_bytes: int) -> int:
     """CTAs that an SM holds at a time by their shared memory (their registers must allow it).
 
@@ -77,46 +136,6 @@ def ctas_per_sm(shared_bytes: int) -> int:
     pile up on some SMs while others stay empty.
     """
     return max(1, _SM_SHARED_BYTES // (shared_bytes + _CTA_SHARED_BYTES))
-
-
-def launch(
-    body: Callable[..., None],
-    *,
-    name: str,
-    target: Target,
-    grid: tuple[int, ...],
-    grid_names: tuple[str, ...] = (CTA,),
-    warpgroups: int = 1,
-    out_type: Any = (),
-    scratch_types: Any = (),
-    auto_barriers: bool = False,
-) -> Callable[..., Any]:
-    """Returns a function of arrays and refs that runs `body` on `target`.
-
-    `body(*inputs, *outputs, **scratch)` runs in every warpgroup of every CTA:
-    `lax.axis_index(CTA)` and `lax.axis_index(WARPGROUP)` say in which. Refs among the inputs, made
-    by `writable`, are written in place. Without `auto_barriers` the body states every barrier
-    itself.
-    """
-    params = plgpu.CompilerParams(unsafe_no_auto_barriers=not auto_barriers)
-    kernel = plgpu.kernel(
-        body,
-        out_type=out_type,
-        scratch_types=scratch_types,
-        compiler_params=params,
-        grid=grid,
-        grid_names=grid_names,
-        num_threads=warpgroups,
-        thread_name=WARPGROUP,
-        kernel_name=name,
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if target.interpret else None,
-    )
-
-    def call(*operands: Any) -> Any:
-        with jax.enable_x64(False):  # with it on, the body's Python ints would be 64 bits wide
-            return jax.tree.map(_whole, kernel(*map(_whole, operands)))
-
-    return call
 
 
 def scalar_operand(x: Any) -> jax.Array:

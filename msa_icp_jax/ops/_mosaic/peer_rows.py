@@ -15,9 +15,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from msa_icp_jax.geometry import NUM_HEADS
 from msa_icp_jax.ops._mosaic import lanes, peer_memory
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, where
+from msa_icp_jax.ops._mosaic.launch import scalar_operand
 from msa_icp_jax.rows import READY, ROW_WORDS, TAGGED_WORDS
 
 SEEN_WORDS = 2  # of shared memory, for each warp
@@ -38,7 +41,7 @@ class Owners:
     world_size: int
     capacity: int
     tagged: bool
-    spin_limit: int = 1
+    spin_limit: int
 
     @property
     def heads(self) -> int:
@@ -62,6 +65,39 @@ class Owners:
         """Number of the row's publish counter."""
         slot = part >> (self.world_size.bit_length() - 1)
         return (slot * NUM_HEADS + head) * self.capacity + token
+
+
+@dataclasses.dataclass(frozen=True)
+class Peers:
+    """The receive storage of all ranks, as a kernel of one of them gets it.
+
+    The addresses and the rank are the same in every call.
+
+    Attributes:
+      bases: int32 [W, 2], device addresses (low, high) of the ranks' storage, each an int32
+        [3, W, hpr, C, 33], or tagged [3, W, hpr, C, 32, 2].
+      rank: this rank, an int or a traced int32 scalar.
+      slot: running count of calls, likewise; the slot is this mod 3.
+      capacity: C.
+      tagged: whether rows are tagged.
+      spin_limit: looks at a peer's flag or row before it is given up, >= 1.
+    """
+
+    bases: jax.Array
+    rank: int | jax.Array
+    slot: int | jax.Array
+    capacity: int
+    tagged: bool
+    spin_limit: int
+
+    @property
+    def owners(self) -> Owners:
+        """What of it is static."""
+        return Owners(self.bases.shape[0], self.capacity, self.tagged, self.spin_limit)
+
+    def operands(self) -> list[jax.Array]:
+        """What of it is not."""
+        return [self.bases, scalar_operand(self.rank), scalar_operand(self.slot)]
 
 
 class PeerRows:

@@ -20,97 +20,37 @@ from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words
 from msa_icp_jax.ops._mosaic.launch import (
     CTA,
-    Target,
-    launch,
-    scalar_operand,
+    Launch,
     writable,
     written,
 )
-from msa_icp_jax.ops._mosaic.peer_rows import SEEN_WORDS, Owners, PeerRows
+from msa_icp_jax.ops._mosaic.peer_rows import SEEN_WORDS, Owners, PeerRows, Peers
 from msa_icp_jax.rows import ROW_WORDS
 
 _WARP, _WARPS = 32, 4
 
 
-def publish_rows(
-    rows: jax.Array,
-    recv_bases: jax.Array,
-    errors: jax.Array,
-    *,
-    rank: int | jax.Array,
-    slot: int | jax.Array,
-    capacity: int,
-    spin_limit: int,
-    enable_pdl: bool,
-    target: Target,
-) -> jax.Array:
-    """Stores this rank's candidate rows in every owner's legacy receive storage.
+def publish_rows(rows: jax.Array, peers: Peers, counters: jax.Array, launch: Launch) -> jax.Array:
+    """Stores this rank's candidate rows in every owner's receive storage.
 
     Args:
-      rows: int32 [W, hpr, T, 33] by owner, T >= 1.
-      recv_bases: int32 [W, 2], device addresses (low, high) of the owners' storage, an int32
-        [3, W, hpr, C, 33] each.
-      errors: int32 [1], grown by one per row that was not sent since its flag stayed up.
-      rank: this rank, an int or a traced int32 scalar. It and the addresses are the same in every
-        call.
-      slot: running count of calls, likewise; the slot is this mod 3.
-      capacity: C >= T.
-      spin_limit: looks at a flag before its row is given up.
-      enable_pdl: let the launch overlap the preceding kernel's end.
-      target: the machine to build for.
+      rows: int32 [W, hpr, T, 33] by owner, T >= 1, without tags.
+      peers: where they go.
+      counters: of legacy rows the errors, int32 [1], grown by one per row that was not sent since
+        its flag stayed up; of tagged rows the publish counters, int32 [3, 4, C].
+      launch: how to launch.
 
     Returns:
-      errors.
+      counters, advanced.
     """
-    owners = Owners(recv_bases.shape[0], capacity, False, spin_limit)
-    return _publish(rows, recv_bases, errors, owners, rank, slot, enable_pdl, target)
-
-
-def publish_tagged_rows(
-    rows: jax.Array,
-    tagged_recv_bases: jax.Array,
-    generations: jax.Array,
-    *,
-    rank: int | jax.Array,
-    slot: int | jax.Array,
-    enable_pdl: bool,
-    target: Target,
-) -> jax.Array:
-    """Stores this rank's candidate rows in every owner's tagged receive storage.
-
-    Args:
-      rows: int32 [W, hpr, T, 33] by owner, T >= 1 (without tags).
-      tagged_recv_bases: int32 [W, 2], device addresses (low, high) of the owners' storage, an int32
-        [3, W, hpr, C, 32, 2] each.
-      generations: int32 [3, 4, C], the publish counters.
-      rank, slot, enable_pdl, target: as for `publish_rows`.
-
-    Returns:
-      generations, those of the rows sent advanced.
-    """
-    owners = Owners(tagged_recv_bases.shape[0], generations.shape[2], True)
-    return _publish(rows, tagged_recv_bases, generations, owners, rank, slot, enable_pdl, target)
-
-
-def _publish(
-    rows: jax.Array,
-    bases: jax.Array,
-    counters: jax.Array,
-    owners: Owners,
-    rank: int | jax.Array,
-    slot: int | jax.Array,
-    enable_pdl: bool,
-    target: Target,
-) -> jax.Array:
     tokens = rows.shape[2]
     advanced = writable(counters)
-    launch(
-        functools.partial(_kernel, owners=owners, tokens=tokens, pdl=enable_pdl),
-        name="publish_tagged_rows" if owners.tagged else "publish_rows",
-        target=target,
+    launch.kernel(
+        functools.partial(_kernel, owners=peers.owners, tokens=tokens, pdl=launch.pdl),
+        name="publish_tagged_rows" if peers.tagged else "publish_rows",
         grid=(tokens,),
         scratch_types={"shared": plgpu.SMEM((_WARPS, SEEN_WORDS), jnp.int32)},
-    )(rows, bases, scalar_operand(rank), scalar_operand(slot), advanced)
+    )(rows, *peers.operands(), advanced)
     return written(advanced)
 
 

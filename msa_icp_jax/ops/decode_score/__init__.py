@@ -207,11 +207,10 @@ def _decode_scores(backend: Backend, enable_pdl: bool, *arrays: Any) -> Callable
     """The backend's scorer."""
     if not takes_mosaic(backend, *arrays):
         return xla.decode_scores
-    from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
+    from msa_icp_jax.ops._mosaic.launch import current_launch  # on demand: Pallas takes a while
     from msa_icp_jax.ops.decode_score import kernel
 
-    target = launch.current_target()
-    return functools.partial(kernel.decode_scores, enable_pdl=enable_pdl, target=target)
+    return functools.partial(kernel.decode_scores, launch=current_launch(enable_pdl))
 
 
 def _check_inputs(

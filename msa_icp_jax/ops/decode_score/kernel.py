@@ -36,9 +36,9 @@ from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Words, when, where
 from msa_icp_jax.ops._mosaic.launch import (
     CTA,
+    Launch,
     Target,
     ctas_per_sm,
-    launch,
     scalar_operand,
     writable,
     written,
@@ -70,9 +70,7 @@ def decode_scores(
     block_table: jax.Array,
     seq_lens: jax.Array,
     score_out: jax.Array,
-    *,
-    enable_pdl: bool,
-    target: Target,
+    launch: Launch,
 ) -> jax.Array:
     """Writes the columns of each request's pages, rounded up to four, into `score_out`.
 
@@ -82,9 +80,9 @@ def decode_scores(
       block_table: int32 [B, width]; T is a multiple of B.
       seq_lens: int32 [B].
       score_out: float32 [>= T, 4, columns], written in place where it is donated.
-      enable_pdl: start under the kernel before this one.
-      target: the machine to build for.
+      launch: how to launch.
     """
+    target = launch.target
     requests, width = block_table.shape
     tokens = index_q.shape[0]
     pages, pitch, _ = shard.index_k.shape
@@ -106,10 +104,9 @@ def decode_scores(
     grid = _grid(batch, scratch, target)
     scores = writable(score_out)
     early = _select_fits(batch, grid, scratch, tokens, target)
-    launch(
-        functools.partial(_kernel, scorer=scorer, grid=grid, pdl=enable_pdl, early=early),
+    launch.kernel(
+        functools.partial(_kernel, scorer=scorer, grid=grid, pdl=launch.pdl, early=early),
         name="decode_scores",
-        target=target,
         grid=(grid.ctas,),
         scratch_types=scratch,
     )(

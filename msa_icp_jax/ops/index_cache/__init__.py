@@ -64,7 +64,7 @@ def _write_rows(backend: Backend, *arrays: Any) -> Callable[..., jax.Array]:
     """The backend's cache write."""
     if not takes_mosaic(backend, *arrays):
         return xla.write_rows
-    from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
+    from msa_icp_jax.ops._mosaic.launch import current_launch  # on demand: Pallas takes a while
     from msa_icp_jax.ops.index_cache import kernel
 
-    return functools.partial(kernel.write_rows, target=launch.current_target())
+    return functools.partial(kernel.write_rows, launch=current_launch(pdl=False))

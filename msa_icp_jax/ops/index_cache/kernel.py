@@ -15,8 +15,7 @@ from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words
 from msa_icp_jax.ops._mosaic.launch import (
     CTA,
-    Target,
-    launch,
+    Launch,
     scalar_operand,
     writable,
     written,
@@ -61,7 +60,7 @@ class Write:
 
 
 def write_rows(
-    shard: Shard, new_k: jax.Array, slot_mapping: jax.Array, target: Target
+    shard: Shard, new_k: jax.Array, slot_mapping: jax.Array, launch: Launch
 ) -> jax.Array:
     """Stores the rows of `new_k` that this rank owns; in place where its keys are donated.
 
@@ -69,7 +68,7 @@ def write_rows(
       shard: the cache.
       new_k: [N, 128] of the cache's dtype, N >= 1.
       slot_mapping: int32 [N], ``page * page_size + row``; slots outside the cache are skipped.
-      target: the machine to build for.
+      launch: how to launch.
     """
     facts = Write(
         tokens=new_k.shape[0],
@@ -82,18 +81,15 @@ def write_rows(
     )
     ctas = cdiv(facts.tokens, facts.at_once)
     body = functools.partial(_kernel, facts=facts)
-    if target.interpret:
+    if launch.target.interpret:
         from msa_icp_jax.ops.index_cache import interpret  # on demand: only tests need it
 
-        ctas = min(ctas, target.sms)
+        ctas = min(ctas, launch.target.sms)
         body = functools.partial(interpret.write, facts=facts, ctas=ctas)
     cache = writable(shard.index_k)
-    launch(
-        body,
-        name="write_index_k",
-        target=target,
-        grid=(ctas,),
-    )(new_k, slot_mapping, scalar_operand(shard.rank), cache)
+    launch.kernel(body, name="write_index_k", grid=(ctas,))(
+        new_k, slot_mapping, scalar_operand(shard.rank), cache
+    )
     return written(cache)
 
 

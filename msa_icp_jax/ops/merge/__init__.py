@@ -13,7 +13,7 @@ from jax import lax
 from msa_icp_jax import checks, geometry, rows
 from msa_icp_jax.backend import start_at, takes_mosaic, vary_as
 from msa_icp_jax.checks import AtLeast
-from msa_icp_jax.geometry import NUM_HEADS, TOPK
+from msa_icp_jax.geometry import NUM_HEADS, TOPK, Forced
 from msa_icp_jax.ops.merge import xla
 from msa_icp_jax.typing import Backend
 
@@ -82,7 +82,7 @@ def msa_icp_merge_candidates(
     heads = recv_slot.shape[1]
     checks.array("output", output, jnp.int32, AtLeast(tokens), heads, TOPK)
     checks.array("errors", errors, jnp.int32, 1)
-    geometry.check_forced("init_blocks", init_blocks, "local_blocks", local_blocks)
+    forced = geometry.check_forced("init_blocks", init_blocks, "local_blocks", local_blocks)
     checks.integer("spin_limit", spin_limit, 1, geometry.MAX_INT32)
     checks.flag("enable_pdl", enable_pdl)
     tags = None
@@ -102,8 +102,7 @@ def msa_icp_merge_candidates(
             output,
             errors,
             tags,
-            init_blocks=init_blocks,
-            local_blocks=local_blocks,
+            forced,
             prefill=prefill,
         )
     return MSAIcpMerge(output, recv_slot, expected_generations, errors)
@@ -115,8 +114,7 @@ def merge_once(
     output: jax.Array | None,
     tags: jax.Array | None = None,
     *,
-    init_blocks: int,
-    local_blocks: int,
+    forced: Forced,
     prefill: bool = False,
     enable_pdl: bool = False,
     backend: Backend = "auto",
@@ -131,6 +129,7 @@ def merge_once(
       num_valid_pages: int32 [T].
       output: int32 [>= T, hpr, 16] to write into; None: a fresh one of T rows.
       tags: int32 [hpr, T], what tagged rows must carry.
+      forced: blocks that always win.
       others: as for `msa_icp_merge_candidates`.
 
     Returns:
@@ -146,8 +145,7 @@ def merge_once(
         output,
         None,
         tags,
-        init_blocks=init_blocks,
-        local_blocks=local_blocks,
+        forced,
         prefill=prefill,
     )[0]
 
@@ -160,8 +158,7 @@ def merge_in_slot(
     expected_generations: jax.Array | None,
     *,
     slot: int | jax.Array,
-    init_blocks: int,
-    local_blocks: int,
+    forced: Forced,
     enable_pdl: bool,
     backend: Backend,
 ) -> MSAIcpMerge:
@@ -178,6 +175,7 @@ def merge_in_slot(
       errors: int32 [1].
       expected_generations: int32 [3, hpr, C].
       slot: in [0, 3).
+      forced: blocks that always win.
       others: as for `msa_icp_merge_candidates`.
 
     Returns:
@@ -187,18 +185,15 @@ def merge_in_slot(
     if not tokens:
         nothing = jnp.zeros((0, heads, TOPK), jnp.int32) if output is None else output
         return MSAIcpMerge(nothing, recv, expected_generations, errors)
-    forced: dict[str, Any] = {"init_blocks": init_blocks, "local_blocks": local_blocks}
     if takes_mosaic(backend, recv, num_valid_pages):
-        from msa_icp_jax.ops._mosaic import launch
+        from msa_icp_jax.ops._mosaic.launch import current_launch
         from msa_icp_jax.ops.merge import kernel
 
         output, recv, errors, expected_generations = kernel.merge_arriving_rows(
-            *(recv, num_valid_pages, output, errors, expected_generations),
+            *(recv, num_valid_pages, output, errors, expected_generations, forced),
+            current_launch(enable_pdl),
             slot=slot,
             spin_limit=1,  # one look: nothing is on its way
-            enable_pdl=enable_pdl,
-            target=launch.current_target(),
-            **forced,
         )
         return MSAIcpMerge(output, recv, expected_generations, errors)
     tags = None
@@ -210,7 +205,7 @@ def merge_in_slot(
         )
     of_slot = lax.dynamic_index_in_dim(recv, slot, keepdims=False)
     output, of_slot, grown = xla.merge_rows(
-        *(of_slot, num_valid_pages, output, errors, tags), prefill=False, **forced
+        *(of_slot, num_valid_pages, output, errors, tags, forced), prefill=False
     )
     assert grown is not None
     recv = lax.dynamic_update_index_in_dim(recv, of_slot, slot, 0)
@@ -223,11 +218,10 @@ def _merge_rows(
     """The backend's merge."""
     if not takes_mosaic(backend, *arrays):
         return xla.merge_rows
-    from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
+    from msa_icp_jax.ops._mosaic.launch import current_launch  # on demand: Pallas takes a while
     from msa_icp_jax.ops.merge import kernel
 
-    target = launch.current_target()
-    return functools.partial(kernel.merge_rows, enable_pdl=enable_pdl, target=target)
+    return functools.partial(kernel.merge_rows, launch=current_launch(enable_pdl))
 
 
 def _check_recv(recv_slot: Any, tokens: int, *, tagged: bool) -> None:

@@ -32,17 +32,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from msa_icp_jax.geometry import MAX_BLOCKS, NUM_HEADS, TOPK, cdiv
+from msa_icp_jax.geometry import MAX_BLOCKS, NUM_HEADS, TOPK, Forced, cdiv
 from msa_icp_jax.ops._mosaic import lanes, peer_memory
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, i64, int32, where
 from msa_icp_jax.ops._mosaic.launch import (
     CTA,
+    Launch,
     Target,
-    launch,
     scalar_operand,
     writable,
     written,
 )
+from msa_icp_jax.ops._mosaic.peer_rows import Peers
 from msa_icp_jax.ops._mosaic.top16 import count_better, flip_sign, order_key_of_word
 from msa_icp_jax.ops.merge.config import CONFIG
 from msa_icp_jax.rows import FORCED_KEY, INVALID_KEY, NO_BLOCK, READY, ROW_WORDS, TAGGED_WORDS
@@ -128,12 +129,10 @@ def merge_rows(
     output: jax.Array | None,
     errors: jax.Array | None,
     generations: jax.Array | None,
+    forced: Forced,
+    launch: Launch,
     *,
-    init_blocks: int,
-    local_blocks: int,
     prefill: bool,
-    enable_pdl: bool,
-    target: Target,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Merges every source rank's candidates of the owned heads.
 
@@ -144,11 +143,9 @@ def merge_rows(
       errors: int32 [1], grown by one per failed (source, head, token) row; None: the rows are this
         call's alone, so that nothing is counted, and flags stay.
       generations: int32 [hpr, T], the tags that tagged rows must carry; None for legacy rows.
-      init_blocks: forced blocks at the start.
-      local_blocks: forced visible blocks at the end.
+      forced: blocks that always win.
+      launch: how to launch.
       prefill: a row without visible blocks answers [0, -1, ...]; flags stay.
-      enable_pdl: let the launch overlap the preceding kernel's end.
-      target: the machine to build for.
 
     Returns:
       (output, recv with its flags cleared unless tagged, prefill or without errors, errors).
@@ -157,17 +154,17 @@ def merge_rows(
         sources=recv.shape[0],
         heads=recv.shape[1],
         tokens=num_valid_pages.shape[0],
-        begin=init_blocks,
-        end=local_blocks,
+        begin=forced.begin,
+        end=forced.end,
         tagged=generations is not None,
         prefill=prefill,
-        team=_team(num_valid_pages.shape[0] * recv.shape[1], target),
+        team=_team(num_valid_pages.shape[0] * recv.shape[1], launch.target),
         spin_limit=0,
         capacity=recv.shape[2],
         lasts=errors is not None,
     )
     tags = [] if generations is None else [generations]
-    return _merge(facts, recv, num_valid_pages, tags, output, errors, enable_pdl, target)
+    return _merge(facts, recv, num_valid_pages, tags, output, errors, launch)
 
 
 def merge_arriving_rows(
@@ -176,13 +173,11 @@ def merge_arriving_rows(
     output: jax.Array | None,
     errors: jax.Array,
     expected_generations: jax.Array | None,
+    forced: Forced,
+    launch: Launch,
     *,
     slot: int | jax.Array,
-    init_blocks: int,
-    local_blocks: int,
     spin_limit: int,
-    enable_pdl: bool,
-    target: Target,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Merges a decode step's rows while the source ranks are still storing them.
 
@@ -192,12 +187,9 @@ def merge_arriving_rows(
       output: int32 [>= T, hpr, 16] to write into; None: a fresh one of T rows.
       errors: int32 [1], grown by one per failed (source, head, token) row.
       expected_generations: int32 [3, hpr, C], the merge's counters; None for legacy rows.
+      forced, launch: as for `merge_rows`.
       slot: running count of calls, an int or a traced int32 scalar; the slot is this mod 3.
-      init_blocks: forced blocks at the start.
-      local_blocks: forced visible blocks at the end.
       spin_limit: looks at a row before it is given up, >= 1.
-      enable_pdl: let the launch overlap the preceding kernel's end.
-      target: the machine to build for.
 
     Returns:
       (output, recv with the flags of legacy rows cleared, errors, expected_generations with those
@@ -207,20 +199,18 @@ def merge_arriving_rows(
         sources=recv.shape[1],
         heads=recv.shape[2],
         tokens=num_valid_pages.shape[0],
-        begin=init_blocks,
-        end=local_blocks,
+        begin=forced.begin,
+        end=forced.end,
         tagged=expected_generations is not None,
         prefill=False,
-        team=_team(num_valid_pages.shape[0] * recv.shape[2], target),
+        team=_team(num_valid_pages.shape[0] * recv.shape[2], launch.target),
         spin_limit=spin_limit,
         capacity=recv.shape[3],
     )
     others: list[Any] = [scalar_operand(slot)]
     if expected_generations is not None:
         others.append(writable(expected_generations))
-    output, recv, grown = _merge(
-        facts, recv, num_valid_pages, others, output, errors, enable_pdl, target
-    )
+    output, recv, grown = _merge(facts, recv, num_valid_pages, others, output, errors, launch)
     assert grown is not None  # as they came
     advanced = None if expected_generations is None else written(others[1])
     return output, recv, grown, advanced
@@ -239,20 +229,13 @@ class Generations(NamedTuple):
 
 
 def merge_rows_at_address(
-    bases: jax.Array,
+    peers: Peers,
     num_valid_pages: jax.Array,
     output: jax.Array | None,
     errors: jax.Array,
     generations: Generations | None,
-    *,
-    rank: int | jax.Array,
-    slot: int | jax.Array,
-    capacity: int,
-    init_blocks: int,
-    local_blocks: int,
-    spin_limit: int,
-    enable_pdl: bool,
-    target: Target,
+    forced: Forced,
+    launch: Launch,
 ) -> tuple[jax.Array, jax.Array, Generations | None]:
     """`merge_arriving_rows` of storage that lies outside XLA's memory.
 
@@ -262,39 +245,34 @@ def merge_rows_at_address(
     ones, which this kernel leaves as they are.
 
     Args:
-      bases: int32 [W, 2], device addresses (low, high) of all ranks' storage, an int32
-        [3, W, hpr, C, 33] each, or tagged [3, W, hpr, C, 32, 2].
-      num_valid_pages, output, errors: as for `merge_arriving_rows`.
+      peers: the ranks' storage; this rank's is merged.
+      num_valid_pages, output, errors, forced, launch: as for `merge_arriving_rows`.
       generations: the counters of tagged rows, those published as the sending kernel left them;
         None for legacy rows.
-      rank: this rank, an int or a traced int32 scalar: whose storage it is.
-      capacity: C >= T.
-      others: as for `merge_arriving_rows`.
 
     Returns:
       (output, errors, generations with the expected ones of the rows merged advanced).
     """
-    assert not target.interpret, "the interpreter has no device addresses"
-    world_size, tokens = bases.shape[0], num_valid_pages.shape[0]
+    assert not launch.target.interpret, "the interpreter has no device addresses"
+    world_size, tokens = peers.bases.shape[0], num_valid_pages.shape[0]
     heads = NUM_HEADS // world_size
     facts = Merge(
         sources=world_size,
         heads=heads,
         tokens=tokens,
-        begin=init_blocks,
-        end=local_blocks,
-        tagged=generations is not None,
+        begin=forced.begin,
+        end=forced.end,
+        tagged=peers.tagged,
         prefill=False,
-        team=_team(tokens * heads, target),
-        spin_limit=spin_limit,
-        capacity=capacity,
+        team=_team(tokens * heads, launch.target),
+        spin_limit=peers.spin_limit,
+        capacity=peers.capacity,
         by_address=True,
     )
     counters = [] if generations is None else [writable(x) for x in generations]
-    others = [scalar_operand(rank), scalar_operand(slot), *counters]
-    output, _, grown = _merge(
-        facts, bases, num_valid_pages, others, output, errors, enable_pdl, target
-    )
+    bases, *whose = peers.operands()
+    others = [*whose, *counters]
+    output, _, grown = _merge(facts, bases, num_valid_pages, others, output, errors, launch)
     assert grown is not None  # as they came
     return output, grown, Generations(*map(written, counters)) if counters else None
 
@@ -311,8 +289,7 @@ def _merge(
     others: list[Any],
     output: jax.Array | None,
     errors: jax.Array | None,
-    enable_pdl: bool,
-    target: Target,
+    launch: Launch,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Launches.
 
@@ -320,12 +297,12 @@ def _merge(
     comes first where `recv` are addresses.
     """
     ctas = cdiv(facts.rows, facts.rows_at_once)
-    body = functools.partial(_kernel, facts=facts, pdl=enable_pdl)
+    body = functools.partial(_kernel, facts=facts, pdl=launch.pdl)
     count = errors
-    if target.interpret:
+    if launch.target.interpret:
         from msa_icp_jax.ops.merge import interpret  # on demand: only tests need it
 
-        ctas = min(ctas, target.sms)
+        ctas = min(ctas, launch.target.sms)
         body = functools.partial(interpret.merge, facts=facts, ctas=ctas)
         count = None if errors is None else interpret.no_faults(facts)
     writes_recv = facts.clears and not facts.by_address
@@ -333,17 +310,16 @@ def _merge(
     faults = [] if count is None else [writable(count)]
     fresh = jax.ShapeDtypeStruct((facts.tokens, facts.heads, TOPK), jnp.int32)
     into = [] if output is None else [writable(output)]
-    found = launch(
+    found = launch.kernel(
         body,
         name="merge_arriving_rows" if facts.waits else "merge_rows",
-        target=target,
         grid=(ctas,),
         out_type=() if into else fresh,
         scratch_types={"shared": plgpu.SMEM((_WARPS, _TEAM_WORDS), jnp.int32)},
     )(received, num_valid_pages, *others, *faults, *into)
     if errors is not None:
         count = written(faults[0])
-        errors = errors + count.sum(dtype=jnp.int32) if target.interpret else count
+        errors = errors + count.sum(dtype=jnp.int32) if launch.target.interpret else count
     return (
         written(into[0]) if into else found,
         written(received) if writes_recv else recv,

@@ -8,7 +8,7 @@ from jax import lax
 
 from msa_icp_jax import rows
 from msa_icp_jax.backend import vary_as
-from msa_icp_jax.geometry import TOPK
+from msa_icp_jax.geometry import TOPK, Forced
 
 
 def merge_rows(
@@ -17,9 +17,8 @@ def merge_rows(
     output: jax.Array | None,
     errors: jax.Array | None,
     generations: jax.Array | None,
+    forced: Forced,
     *,
-    init_blocks: int,
-    local_blocks: int,
     prefill: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Merges every source rank's candidates of the owned heads.
@@ -30,8 +29,7 @@ def merge_rows(
       output: int32 [>= T, hpr, 16] to write into; None: a fresh one of T rows.
       errors: int32 [1], grown by one per failed (source, head, token) row; None: not counted.
       generations: int32 [hpr, T], the tags that tagged rows must carry; None for legacy rows.
-      init_blocks: forced blocks at the start.
-      local_blocks: forced visible blocks at the end.
+      forced: blocks that always win.
       prefill: a row without visible blocks answers [0, -1, ...]; flags stay.
 
     Returns:
@@ -45,7 +43,7 @@ def merge_rows(
         arrived = (received[..., 1] == generations[None, ..., None]).all(-1)
         received = received[..., 0]
     words, ids = (_by_token(x) for x in rows.unpack(received))
-    best = _best_ids(words, ids, num_valid_pages[:, None, None], init_blocks, local_blocks)
+    best = _best_ids(words, ids, num_valid_pages[:, None, None], *forced)
     if prefill:
         only_block_zero = jnp.where(jnp.arange(TOPK) == 0, 0, rows.NO_BLOCK)
         best = jnp.where(num_valid_pages[:, None, None] <= 0, only_block_zero, best)

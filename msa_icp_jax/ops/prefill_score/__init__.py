@@ -13,7 +13,14 @@ from jax import lax
 from msa_icp_jax import checks, geometry, rows
 from msa_icp_jax.backend import check_precision, takes_mosaic
 from msa_icp_jax.checks import AtLeast
-from msa_icp_jax.geometry import BLOCK_SIZE, HEAD_DIM, MAX_SELECT_COLUMNS, NUM_HEADS, PAGE_SIZES
+from msa_icp_jax.geometry import (
+    BLOCK_SIZE,
+    HEAD_DIM,
+    MAX_SELECT_COLUMNS,
+    NUM_HEADS,
+    PAGE_SIZES,
+    Forced,
+)
 from msa_icp_jax.ops.arguments import Shard, check_shard
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan
 from msa_icp_jax.ops.prefill_score import xla
@@ -190,7 +197,7 @@ def score_and_select(
     tokens = q.shape[0]
     checks.array("num_valid_pages", num_valid_pages, jnp.int32, tokens)
     checks.array("carrier", carrier, jnp.int32, NUM_HEADS, AtLeast(tokens), rows.ROW_WORDS)
-    geometry.check_forced(
+    forced = geometry.check_forced(
         "force_begin_blocks", force_begin_blocks, "force_end_blocks", force_end_blocks
     )
     if max_score is not None:
@@ -205,38 +212,23 @@ def score_and_select(
     columns = min(columns, _all_columns(compact))
     if stage.prefill_rows is not None and max_score is None:
         carrier = stage.prefill_rows(
-            q,
-            shard,
-            block_table,
-            plan,
-            num_valid_pages,
-            carrier,
-            force_begin_blocks=force_begin_blocks,
-            force_end_blocks=force_end_blocks,
-            columns=columns,
+            q, shard, block_table, plan, num_valid_pages, carrier, forced, columns=columns
         )
         return carrier, None
     if max_score is None:
         plane: Any = jax.ShapeDtypeStruct((tokens, NUM_HEADS, columns), jnp.float32)
     else:
         plane = max_score
-    scores = stage.candidate_scores(
-        q,
-        shard,
-        block_table,
-        plan,
-        plane,
-        num_valid_pages,
-        (force_begin_blocks, force_end_blocks),
-    )
+    scores = stage.candidate_scores(q, shard, block_table, plan, plane, num_valid_pages, forced)
+    candidates = shard.candidates(forced)
     carrier = msa_icp_topk_select_prefill(
         scores,
         num_valid_pages,
         carrier,
-        force_begin_blocks=force_begin_blocks,
-        force_end_blocks=force_end_blocks,
-        index_scale=geometry.column_scale(shard.page_size),
-        index_offset=geometry.column_offset(shard.rank, tp, shard.page_size),
+        force_begin_blocks=forced.begin,
+        force_end_blocks=forced.end,
+        index_scale=candidates.scale,
+        index_offset=candidates.offset,
         backend=backend,
     )
     return carrier, None if max_score is None else scores
@@ -307,17 +299,13 @@ def _stage(
             'plan must be built for backend "mosaic" (or "auto" on the same device), got one for '
             '"xla"'
         )
-    from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
+    from msa_icp_jax.ops._mosaic.launch import current_launch  # on demand: Pallas takes a while
     from msa_icp_jax.ops.prefill_score import kernel
 
-    machine: dict[str, Any] = {
-        "precision": "fast" if precision == "auto" else precision,
-        "enable_pdl": enable_pdl,
-        "target": launch.current_target(),
-    }
+    launch = current_launch(enable_pdl, "fast" if precision == "auto" else precision)
     return _Stage(
-        functools.partial(kernel.prefill_scores, **machine),
-        functools.partial(kernel.candidate_scores, **machine),
+        functools.partial(kernel.prefill_scores, launch=launch),
+        functools.partial(kernel.candidate_scores, launch=launch),
         None,
     )
 
@@ -329,7 +317,7 @@ def _all_scores(
     plan: MSAIcpScorePlan,
     max_score: jax.Array,
     num_valid_pages: jax.Array,
-    forced: tuple[int, int],
+    forced: Forced,
 ) -> jax.Array:
     """XLA's scores for a selection: all of them."""
     del num_valid_pages, forced

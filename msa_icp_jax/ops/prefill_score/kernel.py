@@ -37,13 +37,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from msa_icp_jax.geometry import (
     HEAD_DIM,
     NUM_HEADS,
+    Forced,
     cdiv,
     column_offset,
     round_up,
     rows_per_page,
 )
-from msa_icp_jax.ops._mosaic import launch
-from msa_icp_jax.ops._mosaic.launch import CTA, WARPGROUP, Target
+from msa_icp_jax.ops._mosaic.launch import CTA, WARPGROUP, Launch, writable, written
 from msa_icp_jax.ops.arguments import Shard
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan.balance import TILE_TOKENS, UNIT_POSITIONS
@@ -64,12 +64,10 @@ def prefill_scores(
     block_table: jax.Array,
     plan: MSAIcpScorePlan,
     max_score: jax.Array,
+    launch: Launch,
     *,
     sm_scale: float,
     initialize: bool,
-    precision: str,
-    enable_pdl: bool,
-    target: Target,
 ) -> jax.Array:
     """Scores of a window, written into `max_score` (in place where that is donated).
 
@@ -79,18 +77,16 @@ def prefill_scores(
       block_table: int32 [B, width].
       plan: the window's segments and their work list, with total_q <= T.
       max_score: float32 [>= T, 4, K].
-      sm_scale, initialize, enable_pdl: as in the contract.
-      precision: "fast" (fp8 products, about 14 bits) or "exact" (float32 sums, as of bfloat16 in
-        either).
-      target: the machine to build for.
+      launch: how to launch; sums of bfloat16 products are float32 in any precision.
+      sm_scale, initialize: as in the contract.
     """
     steps = _steps_of(shard, q, max_score)
     hidden = "all" if initialize else "none"
     plane = Plane(steps.step_pages, steps.columns, sm_scale, hidden)
     counts = _work_of(plan).tile_of  # not looked at
     inputs = q, shard, block_table, plan, counts
-    config = config_of(q.dtype, precision)
-    return _score(inputs, max_score, steps, plane, config, enable_pdl, target)
+    config = config_of(q.dtype, launch.precision)
+    return _score(inputs, max_score, steps, plane, config, launch)
 
 
 def candidate_scores(
@@ -100,11 +96,8 @@ def candidate_scores(
     plan: MSAIcpScorePlan,
     max_score: jax.Array | jax.ShapeDtypeStruct,
     num_valid_pages: jax.Array,
-    forced: tuple[int, int],
-    *,
-    precision: str,
-    enable_pdl: bool,
-    target: Target,
+    forced: Forced,
+    launch: Launch,
 ) -> jax.Array:
     """Scores of a window for a selection that alone reads them.
 
@@ -114,16 +107,16 @@ def candidate_scores(
     Args:
       max_score: as for `prefill_scores`, or the shape of a plane that is to be made.
       num_valid_pages: int32 [T].
-      forced: forced blocks (begin, end) of the selection.
+      forced: what the selection always chooses.
       others: as for `prefill_scores`.
     """
     steps = _steps_of(shard, q, max_score)
-    config = config_of(q.dtype, precision)
+    config = config_of(q.dtype, launch.precision)
     all_steps = cdiv(steps.tokens, TILE_TOKENS) * cdiv(steps.columns, steps.pages)
     quick = all_steps >= config.min_quick_steps * _work_of(plan).ranges.shape[0]
     plane = Plane(steps.step_pages, steps.columns, 1.0, "candidates", forced if quick else None)
     inputs = q, shard, block_table, plan, num_valid_pages
-    return _score(inputs, max_score, steps, plane, config, enable_pdl, target)
+    return _score(inputs, max_score, steps, plane, config, launch)
 
 
 def _score(
@@ -132,8 +125,7 @@ def _score(
     steps: _Steps,
     plane: Plane,
     config: Config,
-    enable_pdl: bool,
-    target: Target,
+    launch: Launch,
 ) -> jax.Array:
     """Launches the kernel on (q, shard, block_table, plan, counts)."""
     q, shard, block_table, plan, counts = inputs
@@ -144,13 +136,9 @@ def _score(
         query = jnp.pad(query, ((0, padding), (0, 0)))
     if config.converts:
         query = query.astype(jnp.float16)
-    kernel = functools.partial(
-        _kernel, config=config, steps=steps, plane=plane, pdl=enable_pdl, target=target
-    )
-    run = launch.launch(
-        kernel,
+    run = launch.kernel(
+        functools.partial(_kernel, config=config, steps=steps, plane=plane, launch=launch),
         name="prefill_scores",
-        target=target,
         grid=(work.ranges.shape[0],),
         warpgroups=config.warpgroups,
         out_type=max_score if isinstance(max_score, jax.ShapeDtypeStruct) else (),
@@ -162,9 +150,9 @@ def _score(
     if isinstance(max_score, jax.ShapeDtypeStruct):
         found: jax.Array = run(*operands)
         return found
-    scores = launch.writable(max_score)
+    scores = writable(max_score)
     run(*operands, scores)
-    return launch.written(scores)
+    return written(scores)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,15 +293,14 @@ def _kernel(
     config: Config,
     steps: _Steps,
     plane: Plane,
-    pdl: bool,
-    target: Target,
+    launch: Launch,
     ring: _Ring,
 ) -> None:
-    if pdl and not target.interpret:
+    if launch.pdl and not launch.target.interpret:
         # In this order: a kernel that starts early then finds all that was made before this one.
         plgpu.griddepcontrol_wait()
         plgpu.griddepcontrol_launch_dependents()
-    pieces = interpret.PIECES if target.interpret else MACHINE
+    pieces = interpret.PIECES if launch.target.interpret else MACHINE
     work = _Range.load(ranges, tiles)
     rank_and_offset = scalars[0], scalars[1]
     warpgroup = lax.axis_index(WARPGROUP)

@@ -12,7 +12,7 @@ from jax import lax
 
 from msa_icp_jax import rows
 from msa_icp_jax.backend import start_at, vary_as
-from msa_icp_jax.geometry import MAX_BLOCKS, NUM_HEADS, cdiv, column_offset, column_scale
+from msa_icp_jax.geometry import MAX_BLOCKS, NUM_HEADS, Forced, cdiv
 from msa_icp_jax.ops import _portable
 from msa_icp_jax.ops._portable import RunningTop16, Tuning
 from msa_icp_jax.ops.arguments import Shard
@@ -64,7 +64,7 @@ def prefill_scores(
     return _for_each_tile(plan, tile_tokens, q.shape[0], one_tile, max_score)
 
 
-@functools.partial(jax.jit, static_argnames=("force_begin_blocks", "force_end_blocks", "columns"))
+@functools.partial(jax.jit, static_argnames=("forced", "columns"))
 @_portable.tuned
 def prefill_rows(
     q: jax.Array,
@@ -73,9 +73,8 @@ def prefill_rows(
     plan: MSAIcpScorePlan,
     num_valid_pages: jax.Array,
     carrier: jax.Array,
+    forced: Forced,
     *,
-    force_begin_blocks: int,
-    force_end_blocks: int,
     columns: int,
     tuning: Tuning,
 ) -> jax.Array:
@@ -83,8 +82,7 @@ def prefill_rows(
 
     Candidates are among the first `columns` columns.
     """
-    scale = column_scale(shard.page_size)
-    offset = column_offset(shard.rank, shard.world_size, shard.page_size)
+    candidates = shard.candidates(forced)
     tile_tokens = min(tuning.tile_tokens, q.shape[0])
     step = _portable.columns_per_step(shard, 1, tile_tokens * NUM_HEADS, columns, tuning)
     carrier = vary_as(carrier, q, num_valid_pages, *_varying(shard, block_table, plan))
@@ -103,16 +101,13 @@ def prefill_rows(
                 cols,
                 cols >= i * step,
                 per_head,
-                page_size=shard.page_size,
-                index_offset=offset,
-                begin=force_begin_blocks,
-                end=force_end_blocks,
+                candidates,
             )
 
         empty = RunningTop16.empty(*per_head.shape)
         empty = RunningTop16(*(vary_as(x, carrier) for x in empty))
-        last = cdiv(jnp.clip(jnp.where(tile.live, counts, 0).max(), 0, MAX_BLOCKS), scale)
-        last = jnp.minimum(last, columns)
+        blocks = jnp.clip(jnp.where(tile.live, counts, 0).max(), 0, MAX_BLOCKS)
+        last = jnp.minimum(cdiv(blocks, candidates.scale), columns)
         best = _portable.for_each_step(last, step, columns, body, empty)
         found = best.rows().swapaxes(0, 1)
         start = start_at(0, tile.start, 0)

@@ -15,6 +15,7 @@ from msa_icp_jax import rows as candidate_rows
 from msa_icp_jax.backend import start_at, takes_mosaic
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import MAX_BLOCKS, MAX_INT32, MAX_SELECT_COLUMNS, NUM_HEADS, NUM_SLOTS
+from msa_icp_jax.ops.arguments import Candidates
 from msa_icp_jax.ops.select import xla
 from msa_icp_jax.typing import Backend
 
@@ -81,23 +82,14 @@ def msa_icp_topk_select_publish(
     geometry.check_world_size(world_size)
     geometry.check_heads_per_rank(world_size, heads_per_rank)
     checks.index("rank", rank, world_size)
-    _check_order(force_begin_blocks, force_end_blocks, index_scale, index_offset)
+    candidates = _check_candidates(force_begin_blocks, force_end_blocks, index_scale, index_offset)
     checks.flag("enable_pdl", enable_pdl)
     select_rows = _select_rows(backend, enable_pdl, scores, num_valid_pages)
     tags, counters = bump_generations(generations, slot, tokens)
     if tokens == 0:
         found = empty_message(tags)
     else:
-        found = select_rows(
-            scores,
-            num_valid_pages,
-            None,
-            tags,
-            index_scale=index_scale,
-            index_offset=index_offset,
-            force_begin_blocks=force_begin_blocks,
-            force_end_blocks=force_end_blocks,
-        )
+        found = select_rows(scores, num_valid_pages, None, tags, candidates)
     return MSAIcpRows(by_owner(found, world_size), counters)
 
 
@@ -140,20 +132,11 @@ def msa_icp_topk_select_prefill(
     checks.array(
         "carrier", carrier, jnp.int32, NUM_HEADS, AtLeast(tokens), candidate_rows.ROW_WORDS
     )
-    _check_order(force_begin_blocks, force_end_blocks, index_scale, index_offset)
+    candidates = _check_candidates(force_begin_blocks, force_end_blocks, index_scale, index_offset)
     select_rows = _select_rows(backend, True, scores, num_valid_pages, carrier)
     if tokens == 0:
         return carrier
-    return select_rows(
-        scores,
-        num_valid_pages,
-        carrier,
-        None,
-        index_scale=index_scale,
-        index_offset=index_offset,
-        force_begin_blocks=force_begin_blocks,
-        force_end_blocks=force_end_blocks,
-    )
+    return select_rows(scores, num_valid_pages, carrier, None, candidates)
 
 
 def bump_generations(
@@ -193,14 +176,13 @@ def _select_rows(backend: Backend, enable_pdl: bool, *arrays: Any) -> Callable[.
     """The backend's select."""
     if not takes_mosaic(backend, *arrays):
         return xla.select_rows
-    from msa_icp_jax.ops._mosaic import launch  # on demand: importing Pallas takes a while
+    from msa_icp_jax.ops._mosaic.launch import current_launch  # on demand: Pallas takes a while
     from msa_icp_jax.ops.select import kernel
 
-    target = launch.current_target()
-    return functools.partial(kernel.select_rows, enable_pdl=enable_pdl, target=target)
+    return functools.partial(kernel.select_rows, launch=current_launch(enable_pdl))
 
 
-def _check_order(begin: int, end: int, index_scale: int, index_offset: int | jax.Array) -> None:
-    geometry.check_forced("force_begin_blocks", begin, "force_end_blocks", end)
-    checks.one_of("index_scale", index_scale, (1, 2))
-    checks.index("index_offset", index_offset, index_scale)
+def _check_candidates(begin: Any, end: Any, index_scale: Any, index_offset: Any) -> Candidates:
+    forced = geometry.check_forced("force_begin_blocks", begin, "force_end_blocks", end)
+    scale = checks.one_of("index_scale", index_scale, (1, 2))
+    return Candidates(forced, scale, checks.index("index_offset", index_offset, scale))

@@ -44,13 +44,14 @@ from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, f32, i32, int32, where
 from msa_icp_jax.ops._mosaic.launch import (
     CTA,
+    Launch,
     Target,
-    launch,
     scalar_operand,
     writable,
     written,
 )
-from msa_icp_jax.ops._mosaic.peer_rows import Owners, PeerRows
+from msa_icp_jax.ops._mosaic.peer_rows import Owners, PeerRows, Peers
+from msa_icp_jax.ops.arguments import Candidates
 from msa_icp_jax.ops.select import long_rows, paired_rows, short_rows
 from msa_icp_jax.ops.select.config import CONFIG
 from msa_icp_jax.ops.select.long_rows import (
@@ -121,13 +122,8 @@ def select_rows(
     num_valid_pages: jax.Array,
     rows: jax.Array | None,
     generations: jax.Array | None,
-    *,
-    index_scale: int,
-    index_offset: Any,
-    force_begin_blocks: int,
-    force_end_blocks: int,
-    enable_pdl: bool,
-    target: Target,
+    candidates: Candidates,
+    launch: Launch,
 ) -> jax.Array:
     """The best 16 candidates of every (token, head) as rows, head-major.
 
@@ -136,30 +132,26 @@ def select_rows(
       num_valid_pages: int32 [T], T >= 1.
       rows: int32 [4, >= T, 33] to write into, or None for a fresh [4, T, 33].
       generations: int32 [4, T]: return tagged rows [4, T, 32, 2] instead (`rows` is None then).
-      index_scale: blocks from one column to the next, 1 or 2.
-      index_offset: block of column 0, an int or a traced scalar.
-      force_begin_blocks: blocks at the start that always win.
-      force_end_blocks: visible blocks at the end that always win.
-      enable_pdl: let the launch overlap the preceding kernel's end.
-      target: the machine to build for.
+      candidates: what the columns are, and what always wins.
+      launch: how to launch.
     """
     tokens, columns = num_valid_pages.shape[0], scores.shape[2]
-    team, ctas, direct = _grid(tokens, columns, target)
+    team, ctas, direct = _grid(tokens, columns, launch.target)
     facts = Select(
         tokens=tokens,
         columns=columns,
-        index_scale=index_scale,
-        begin=force_begin_blocks,
-        end=force_end_blocks,
+        index_scale=candidates.scale,
+        begin=candidates.forced.begin,
+        end=candidates.forced.end,
         tagged=generations is not None,
         team=team,
         ctas=ctas,
         direct=direct,
     )
-    operands = [scores, num_valid_pages, scalar_operand(index_offset)]
+    operands = [scores, num_valid_pages, scalar_operand(candidates.offset)]
     if generations is not None:
         operands.append(generations)
-    run = functools.partial(_launch, "select_rows", facts, None, enable_pdl, target)
+    run = functools.partial(_launch, "select_rows", facts, None, launch)
     if rows is None:
         shape = (TAGGED_WORDS, 2) if facts.tagged else (ROW_WORDS,)
         fresh = jax.ShapeDtypeStruct((NUM_HEADS, facts.tokens, *shape), jnp.int32)
@@ -172,98 +164,27 @@ def select_rows(
 def select_and_publish_rows(
     scores: jax.Array,
     num_valid_pages: jax.Array,
-    recv_bases: jax.Array,
-    errors: jax.Array,
-    *,
-    rank: int | jax.Array,
-    slot: int | jax.Array,
-    capacity: int,
-    spin_limit: int,
-    index_scale: int,
-    index_offset: Any,
-    force_begin_blocks: int,
-    force_end_blocks: int,
-    enable_pdl: bool,
-    target: Target,
-) -> jax.Array:
-    """`select_rows` whose rows go straight into every owner's legacy receive storage.
-
-    Args:
-      scores, num_valid_pages: as for `select_rows`.
-      recv_bases: int32 [W, 2], device addresses (low, high) of the owners' storage, an int32
-        [3, W, hpr, C, 33] each.
-      errors: int32 [1], grown by one per row that was not sent since its flag stayed up.
-      rank: this rank, an int or a traced int32 scalar. It and the addresses are the same in every
-        call.
-      slot: running count of calls, likewise; the slot is this mod 3.
-      capacity: C >= T.
-      spin_limit: looks at a flag before its row is given up.
-      others: as for `select_rows`.
-
-    Returns:
-      errors.
-    """
-    owners = Owners(recv_bases.shape[0], capacity, False, spin_limit)
-    forced = force_begin_blocks, force_end_blocks
-    local = [scores, num_valid_pages, scalar_operand(index_offset)]
-    peers = [recv_bases, scalar_operand(rank), scalar_operand(slot)]
-    return _select_and_publish(
-        owners, local, peers, errors, index_scale, forced, enable_pdl, target
-    )
-
-
-def select_and_publish_tagged_rows(
-    scores: jax.Array,
-    num_valid_pages: jax.Array,
-    tagged_recv_bases: jax.Array,
-    generations: jax.Array,
-    *,
-    rank: int | jax.Array,
-    slot: int | jax.Array,
-    index_scale: int,
-    index_offset: Any,
-    force_begin_blocks: int,
-    force_end_blocks: int,
-    enable_pdl: bool,
-    target: Target,
-) -> jax.Array:
-    """`select_rows` whose rows go straight into every owner's tagged receive storage.
-
-    Args:
-      scores, num_valid_pages: as for `select_rows`.
-      tagged_recv_bases: int32 [W, 2], device addresses (low, high) of the owners' storage, an int32
-        [3, W, hpr, C, 32, 2] each.
-      generations: int32 [3, 4, C], the publish counters.
-      others: as for `select_and_publish_rows`.
-
-    Returns:
-      generations, those of the rows sent advanced.
-    """
-    owners = Owners(tagged_recv_bases.shape[0], generations.shape[2], True)
-    forced = force_begin_blocks, force_end_blocks
-    local = [scores, num_valid_pages, scalar_operand(index_offset)]
-    peers = [tagged_recv_bases, scalar_operand(rank), scalar_operand(slot)]
-    return _select_and_publish(
-        owners, local, peers, generations, index_scale, forced, enable_pdl, target
-    )
-
-
-def _select_and_publish(
-    owners: Owners,
-    local: list[jax.Array],
-    peers: list[jax.Array],
+    peers: Peers,
     counters: jax.Array,
-    index_scale: int,
-    forced: tuple[int, int],
-    enable_pdl: bool,
-    target: Target,
+    candidates: Candidates,
+    launch: Launch,
 ) -> jax.Array:
-    tokens, columns = local[1].shape[0], local[0].shape[2]
-    team, ctas, direct = _grid(tokens, columns, target, single=True)
-    facts = Select(tokens, columns, index_scale, *forced, False, team, ctas, direct)
-    name = "select_and_publish_tagged_rows" if owners.tagged else "select_and_publish_rows"
+    """`select_rows` whose rows go straight into every owner's receive storage.
+
+    Args:
+      scores, num_valid_pages, candidates, launch: as for `select_rows`.
+      peers: where the rows go.
+      counters: of legacy rows the errors, int32 [1], grown by one per row that was not sent since
+        its flag stayed up; of tagged rows the publish counters, int32 [3, 4, C].
+    """
+    tokens, columns = num_valid_pages.shape[0], scores.shape[2]
+    team, ctas, direct = _grid(tokens, columns, launch.target, single=True)
+    order = candidates.scale, *candidates.forced
+    facts = Select(tokens, columns, *order, False, team, ctas, direct)
+    name = "select_and_publish_tagged_rows" if peers.tagged else "select_and_publish_rows"
     advanced = writable(counters)
-    _launch(name, facts, owners, enable_pdl, target)(*local, *peers, advanced)
+    operands = scores, num_valid_pages, scalar_operand(candidates.offset), *peers.operands()
+    _launch(name, facts, peers.owners, launch)(*operands, advanced)
     return written(advanced)
 
 
@@ -271,20 +192,18 @@ def _launch(
     name: str,
     facts: Select,
     owners: Owners | None,
-    enable_pdl: bool,
-    target: Target,
+    launch: Launch,
     out_type: Any = (),
 ) -> Any:
-    body: Any = functools.partial(_kernel, owners=owners, pdl=enable_pdl)
-    if target.interpret:
+    body: Any = functools.partial(_kernel, owners=owners, pdl=launch.pdl)
+    if launch.target.interpret:
         from msa_icp_jax.ops.select import interpret  # on demand: only tests need it
 
         assert owners is None, "the interpreter has no device addresses"
-        body, facts = interpret.select, interpret.with_few_ctas(facts, target)
-    return launch(
+        body, facts = interpret.select, interpret.with_few_ctas(facts, launch.target)
+    return launch.kernel(
         functools.partial(body, facts=facts),
         name=name,
-        target=target,
         grid=(facts.ctas,),
         out_type=out_type,
         scratch_types={"shared": plgpu.SMEM((WARPS, facts.warp_words), jnp.int32)},

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from msa_icp_jax import rows as candidate_rows
 from msa_icp_jax.backend import vary_as
+from msa_icp_jax.ops.arguments import Candidates
 
 _TOKENS_AT_ONCE = 512  # bounds the order keys held in memory
 
 
 # Jitted for eager callers, whose loop would otherwise compile anew in each call.
-@functools.partial(
-    jax.jit, static_argnames=("index_scale", "force_begin_blocks", "force_end_blocks")
-)
+@jax.jit
 def select_rows(
     scores: jax.Array,
     num_valid_pages: jax.Array,
     rows: jax.Array | None,
     generations: jax.Array | None,
-    *,
-    index_scale: int,
-    index_offset: Any,
-    force_begin_blocks: int,
-    force_end_blocks: int,
+    candidates: Candidates,
 ) -> jax.Array:
     """The best 16 candidates of every (token, head) as rows, head-major.
 
@@ -37,20 +29,15 @@ def select_rows(
       num_valid_pages: int32 [T].
       rows: int32 [4, >= T, 33] to write into, or None for a fresh [4, T, 33].
       generations: int32 [4, T]: return tagged rows [4, T, 32, 2] instead (`rows` is None then).
-      index_scale: blocks from one column to the next.
-      index_offset: block of column 0, an int or a traced scalar.
-      force_begin_blocks: blocks at the start that always win.
-      force_end_blocks: visible blocks at the end that always win.
+      candidates: what the columns are, and what always wins.
     """
     tokens, columns = num_valid_pages.shape[0], scores.shape[2]
-    ids = jnp.arange(columns, dtype=jnp.int32) * index_scale + index_offset
+    ids = jnp.arange(columns, dtype=jnp.int32) * candidates.scale + candidates.offset
 
     def one_token(score_and_count: tuple[jax.Array, jax.Array]) -> jax.Array:
         token_scores, count = score_and_count
         words = lax.bitcast_convert_type(token_scores, jnp.int32)
-        keys = candidate_rows.candidate_keys(
-            words, ids, count, force_begin_blocks, force_end_blocks
-        )
+        keys = candidate_rows.candidate_keys(words, ids, count, *candidates.forced)
         _, words, best = candidate_rows.take_top16(keys, words, jnp.broadcast_to(ids, words.shape))
         return candidate_rows.pack(words, best)
 
