@@ -14,6 +14,12 @@ grew), a legacy row that comes after all is taken for the next one of its slot, 
 stop and zero their storage together. A late tagged row carries the generation that was given up,
 and is never taken for another.
 
+The collective is the default. One-sided layers inside a program have been checked and timed on two
+GPUs of one process; `decode_program` on a mesh has only been compiled for two and four GPUs without
+them (three kernels a layer, in order, no copy), and once ended the process while it was loaded on
+two. Until it, a process a GPU, long runs with delays and a rank that stops have passed there,
+"auto" is for callers who try it.
+
 Pallas has remote references of its own (`plgpu.remote_ref` with semaphores, under `jax.shard_map`).
 They are not used: on two H200 an exchange by them takes 29 us a call, twice the collective, since
 XLA puts a barrier of all devices in front of every such kernel, and without that barrier
