@@ -18,8 +18,8 @@ import race_free
 from lane_simulator import Lane
 
 from msa_icp_jax.ops._mosaic.launch import Target, ctas_per_sm
+from msa_icp_jax.ops.decode_score import interpret, mma, work_balance
 from msa_icp_jax.ops.decode_score import kernel as decode_kernel
-from msa_icp_jax.ops.decode_score import mma, work_balance
 from msa_icp_jax.ops.decode_score.work_balance import Batch, Grid
 from msa_icp_jax.ops.select.long_rows import TEAM_WORDS, WARPS
 
@@ -163,7 +163,7 @@ def test_parts_cover_everything_once(total, late):
 
 
 def _part(total: int, cta: int, grid: Grid) -> tuple[int, int]:
-    start, steps = work_balance.part_stock(jnp.int32(total), jnp.int32(cta), grid)
+    start, steps = interpret.part_of(jnp.int32(total), jnp.int32(cta), grid)
     return int(start), int(steps)
 
 
@@ -197,22 +197,22 @@ def test_select_starts_with_the_scorer_only_where_it_fits():
 def _select_fits(requests: int, columns: int, rows: int = 32, tokens: int = 1) -> bool:
     batch, scratch = _sizes(requests, columns, rows, tokens)
     grid, target = _grid(requests, columns, rows, tokens), Target(sms=132)
-    found = decode_kernel._select_fits(batch, grid, scratch, requests * tokens, target)
+    used = decode_kernel._shared_bytes(scratch)
+    found = decode_kernel._select_fits(batch, grid, used, requests * tokens, target)
     kept = 1 << 10  # by the system, of each CTA
-    taken = decode_kernel._resident(scratch, target) * (decode_kernel._shared_bytes(scratch) + kept)
+    taken = ctas_per_sm(used) * (used + kept)
     assert not found or taken + 4 * WARPS * TEAM_WORDS + kept <= 228 << 10
     return found
 
 
 def _grid(requests: int, columns: int, rows: int = 32, tokens: int = 1) -> Grid:
-    return decode_kernel._grid(*_sizes(requests, columns, rows, tokens), Target(sms=132))
+    batch, scratch = _sizes(requests, columns, rows, tokens)
+    return decode_kernel._grid(batch, decode_kernel._shared_bytes(scratch), Target(sms=132))
 
 
 def _sizes(requests: int, columns: int, rows: int, tokens: int) -> tuple[Batch, dict[str, Any]]:
     batch = Batch(requests, page_size=128, columns=columns)
-    ring = mma.PageRing(
-        batch, 1024, 1000, rows, 0, rows, np.dtype(jnp.float8_e4m3fn), stages=2, interpret=False
-    )
+    ring = mma.PageRing(batch, 1024, 1000, rows, 0, rows, np.dtype(jnp.float8_e4m3fn), stages=2)
     scratch = mma.Scorer(ring, tokens, world_size=4).scratch()
     return batch, {**ring.scratch(), **scratch, **batch.scratch()}
 
@@ -235,6 +235,7 @@ def test_shares_name_requests_of_the_batch(monkeypatch):
     lane = Lane(np.tile(np.arange(32, dtype=np.int32), 4))
     for requests in (1, 33, 100):
         batch = Batch(requests, 128, 64)
+        interpreted = interpret.InterpretedBatch(requests, 128, 64)
         for grid in (Grid(7, 0), Grid(3, 3)):
             lengths = rng.integers(-500, 9000, requests).astype(np.int32)
             lengths[rng.random(requests) < 0.4] = 0
@@ -244,8 +245,8 @@ def test_shares_name_requests_of_the_batch(monkeypatch):
             for cta in range(grid.ctas):
                 found = work_balance.share_in_lanes(values, Lane(np.int32(cta)), lane, batch, grid)
                 request, length, first, steps = (int(x.value[0]) for x in found)
-                monkeypatch.setattr(work_balance.lax, "axis_index", lambda _, cta=cta: cta)
-                want = work_balance._find_share_stock([jnp.asarray(lengths)], batch, grid)
+                monkeypatch.setattr(interpret.lax, "axis_index", lambda _, cta=cta: cta)
+                want = interpreted.find_share([jnp.asarray(lengths)], grid)
                 assert 0 <= request < requests and length == lengths[request]
                 assert steps == int(want.steps)
                 if steps:
@@ -259,16 +260,16 @@ def test_scores_far_in_a_plane_are_addressed_in_64_bits(monkeypatch):
         load_vector = lambda self, of, count: (Lane(np.float32(0)),) * count  # noqa: E731
         store_vector = lambda self, values: stored.append(self.at)  # noqa: E731
 
-    lane_simulator.simulate(monkeypatch, decode_kernel)
-    monkeypatch.setattr(decode_kernel, "Words", SimpleNamespace(of=lambda _: Place(np.empty(0))))
-    decode_kernel.lanes.thread = lambda: Lane(np.arange(128, dtype=np.int32))
-    decode_kernel.lanes.scalar = lambda x: Lane(np.int32(x))
+    lane_simulator.simulate(monkeypatch, mma)
+    monkeypatch.setattr(mma, "Words", SimpleNamespace(of=lambda _: Place(np.empty(0))))
+    mma.lanes.thread = lambda: Lane(np.arange(128, dtype=np.int32))
+    mma.lanes.scalar = lambda x: Lane(np.int32(x))
     inline = lambda **_: lambda piece: functools.partial(piece, None)  # noqa: E731
-    monkeypatch.setattr(decode_kernel.plgpu, "inline_mgpu", inline)
+    monkeypatch.setattr(mma.plgpu, "inline_mgpu", inline)
     scorer = SimpleNamespace(
         ring=SimpleNamespace(batch=Batch(70_000, 128, 8192)), query_rows=8, tokens=2
     )
-    decode_kernel._write_scores_inline(None, None, 69_999, 128, 32, scorer)
+    mma._write_scores(None, None, 69_999, 128, 32, scorer)
     warp, lane = np.divmod(np.arange(128), 32)
     for token, at in enumerate(stored):
         row = 69_999 * 8 + token * 4 + warp

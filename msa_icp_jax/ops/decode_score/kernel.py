@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,9 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, cdiv, round_up
-from msa_icp_jax.ops._mosaic import lanes
-from msa_icp_jax.ops._mosaic.lanes import Words, when, where
+from msa_icp_jax.geometry import HEAD_DIM, cdiv, round_up
 from msa_icp_jax.ops._mosaic.launch import (
     CTA,
     Launch,
@@ -46,16 +45,12 @@ from msa_icp_jax.ops._mosaic.launch import (
 from msa_icp_jax.ops.arguments import Shard
 from msa_icp_jax.ops.decode_score.config import CONFIG
 from msa_icp_jax.ops.decode_score.mma import Scorer, Step
-from msa_icp_jax.ops.decode_score.page_ring import SEGMENT_PAGES, SEGMENT_STEPS, PageRing
+from msa_icp_jax.ops.decode_score.page_ring import SEGMENT_STEPS, PageRing
 from msa_icp_jax.ops.decode_score.work_balance import (
     STEP_PAGES,
-    WARP,
     Batch,
     Grid,
     Share,
-    find_share,
-    keep_lengths,
-    read_lengths,
 )
 from msa_icp_jax.ops.select.long_rows import TEAM_WORDS, WARPS
 
@@ -86,24 +81,23 @@ def decode_scores(
     requests, width = block_table.shape
     tokens = index_q.shape[0]
     pages, pitch, _ = shard.index_k.shape
-    batch = Batch(requests, shard.page_size, score_out.shape[2])
     dtype = shard.index_k.dtype
-    ring = PageRing(
-        batch,
-        width,
-        pages,
-        pitch,
-        shard.row_offset,
-        shard.rows,
-        dtype,
-        CONFIG.stages_of(shard.rows * HEAD_DIM * dtype.itemsize),
-        target.interpret,
-    )
-    scorer = Scorer(ring, tokens // requests, shard.world_size)
+    layout = pages, pitch, shard.row_offset, shard.rows, dtype
+    stages = CONFIG.stages_of(shard.rows * HEAD_DIM * dtype.itemsize)
+    sizes = requests, shard.page_size, score_out.shape[2]
+    parts = MACHINE
+    if target.interpret:
+        from msa_icp_jax.ops.decode_score import interpret  # on demand: only tests need it
+
+        parts = interpret.PARTS
+    batch = parts.batch(*sizes)
+    ring = parts.ring(batch, width, *layout, stages)
+    scorer = parts.scorer(ring, tokens // requests, shard.world_size)
     scratch = {**ring.scratch(), **scorer.scratch(), **batch.scratch()}
-    grid = _grid(batch, scratch, target)
+    used = parts.shared_bytes(scratch)
+    grid = _grid(batch, used, target)
     scores = writable(score_out)
-    early = _select_fits(batch, grid, scratch, tokens, target)
+    early = _select_fits(batch, grid, used, tokens, target)
     launch.kernel(
         functools.partial(_kernel, scorer=scorer, grid=grid, pdl=launch.pdl, early=early),
         name="decode_scores",
@@ -120,18 +114,11 @@ def decode_scores(
     return written(scores)
 
 
-def _grid(batch: Batch, scratch: dict[str, Any], target: Target) -> Grid:
-    """CTAs that fill the GPU, and as many late ones where much can be to do."""
+def _grid(batch: Batch, used: int, target: Target) -> Grid:
+    """CTAs of `used` bytes that fill the GPU, and as many late ones where much can be to do."""
     most = batch.requests * cdiv(batch.columns, STEP_PAGES)
-    resident = min(target.sms * _resident(scratch, target), most)
+    resident = min(target.sms * ctas_per_sm(used), most)
     return Grid(resident, resident if most >= CONFIG.late_from * resident else 0)
-
-
-def _resident(scratch: dict[str, Any], target: Target) -> int:
-    """CTAs an SM holds; in interpret mode, which has no SMs, one."""
-    if target.interpret:
-        return 1
-    return ctas_per_sm(_shared_bytes(scratch))
 
 
 def _shared_bytes(scratch: dict[str, Any]) -> int:
@@ -139,20 +126,35 @@ def _shared_bytes(scratch: dict[str, Any]) -> int:
     return sum(round_up(size, 1 << 10) for size in used)
 
 
-def _select_fits(
-    batch: Batch, grid: Grid, scratch: dict[str, Any], tokens: int, target: Target
-) -> bool:
+class Parts(NamedTuple):
+    """What the kernel is made of: for the machine, or for the interpreter.
+
+    Attributes:
+      batch, ring, scorer: classes with the attributes of these.
+      shared_bytes: of a CTA with this scratch memory.
+    """
+
+    batch: type[Batch]
+    ring: type[PageRing]
+    scorer: type[Scorer]
+    shared_bytes: Callable[[dict[str, Any]], int]
+
+
+MACHINE = Parts(Batch, PageRing, Scorer, _shared_bytes)
+
+
+def _select_fits(batch: Batch, grid: Grid, used: int, tokens: int, target: Target) -> bool:
     """Whether the CTAs of a select of this plane, one a token, all fit beside the resident ones.
 
     The next kernels may then start early: the select takes no CTA's place, and the kernel behind it
     comes in as these CTAs end. Otherwise, or with late CTAs still to come, that holds these up. The
     select of a few tokens is ready in time anyway.
     """
-    if target.interpret or grid.late or batch.columns > CONFIG.early_columns:
+    if grid.late or batch.columns > CONFIG.early_columns:
         return False
     if not target.sms // 4 <= tokens <= target.sms:
         return False
-    used, resident = _shared_bytes(scratch), _resident(scratch, target)
+    resident = ctas_per_sm(used)
     return ctas_per_sm(used + cdiv(_SELECT_BYTES, resident)) == resident
 
 
@@ -173,7 +175,7 @@ def _kernel(
     """Scores the batch; `early` says to let the next kernel start at once, see `_select_fits`."""
     ring = scorer.ring
     if pdl and early:
-        plgpu.griddepcontrol_launch_dependents()
+        scorer.let_next_start()
     ring.start(scratch["arrived"])
     start = _start_dependent if pdl else _start
     state, this_rank = start(query, keys, table, lengths, rank, scratch, scorer, grid)
@@ -212,11 +214,11 @@ def _kernel(
         @pl.loop(0, steps)
         def _(number: Any) -> None:
             ahead = number + ring.stages
-            if pdl and not early and not ring.interpret:
+            if pdl and not early:
                 # When all copies are under way: earlier, the next kernel would be in the way.
                 @pl.when(ahead >= to_copy)
                 def _() -> None:
-                    plgpu.griddepcontrol_launch_dependents()
+                    scorer.let_next_start()
 
             scorer.score(scratch, Step(number, done + number, room))
 
@@ -225,7 +227,7 @@ def _kernel(
                 ring.copy(keys, scratch, done + ahead)
 
         plgpu.commit_smem()  # all scores of the segment are there
-        _write_scores(scratch["found"], scores, share, steps, scorer)
+        scorer.write_scores(scratch["found"], scores, share, steps)
         copied = jnp.minimum(to_copy - steps, ring.stages)
         return _State(following, done + steps, copied, share.request)
 
@@ -267,9 +269,9 @@ def _start(
     """This CTA's share, its first page ids and queries kept; and the rank."""
     del keys
     ring = scorer.ring
-    values = read_lengths(lengths, ring.batch, ring.interpret)
-    keep_lengths(scratch["kept_lengths"], values, ring.batch, ring.interpret)
-    share = find_share(values, ring.batch, grid, ring.interpret)
+    values = ring.batch.read_lengths(lengths)
+    ring.batch.keep_lengths(scratch["kept_lengths"], values)
+    share = ring.batch.find_share(values, grid)
     _keep_first(query, table, scratch, share, scorer)
     return _State(share, jnp.int32(0), jnp.int32(0), share.request), rank[0]
 
@@ -304,8 +306,8 @@ def _start_dependent(
     ring = scorer.ring
 
     def hint() -> Share:
-        values = read_lengths(lengths, ring.batch, ring.interpret)
-        share = find_share(values, ring.batch, grid, ring.interpret)
+        values = ring.batch.read_lengths(lengths)
+        share = ring.batch.find_share(values, grid)
         ids = ring.read_ids(table, share)
         is_long = share.steps >= CONFIG.many_steps
         ahead = jnp.where(is_long, CONFIG.prefetched_of_many, CONFIG.prefetched)
@@ -317,17 +319,16 @@ def _start_dependent(
 
     # Late CTAs find the wait over.
     guess = lax.cond(lax.axis_index(CTA) < grid.resident, hint, nothing) if grid.late else hint()
-    if not ring.interpret:
-        plgpu.griddepcontrol_wait()
+    scorer.wait_for_last()
     copied = jnp.minimum(_segment_steps(guess, ring.batch), ring.stages)
     first = ring.read_first(table, guess, copied)
-    values = read_lengths(lengths, ring.batch, ring.interpret)
+    values = ring.batch.read_lengths(lengths)
     ids = ring.read_ids(table, guess)
     words = scorer.read_queries(query, guess.request)
     this_rank = rank[0]
     copied = ring.copy_first(keys, scratch, first, copied)
-    keep_lengths(scratch["kept_lengths"], values, ring.batch, ring.interpret)
-    share = find_share(values, ring.batch, grid, ring.interpret)
+    ring.batch.keep_lengths(scratch["kept_lengths"], values)
+    share = ring.batch.find_share(values, grid)
     ring.keep_ids(scratch["page_ids"], ids, jnp.int32(0))
     scorer.keep_queries(scratch["queries"], words)
     changed = functools.reduce(jnp.logical_or, (a != b for a, b in zip(guess, share, strict=True)))
@@ -359,43 +360,3 @@ def _after(share: Share, steps: Any, lengths: Any, batch: Batch) -> Share:
         return Share(share.request, share.length, first, left)
 
     return lax.cond(ended & (left > 0), next_request, same_request)
-
-
-def _write_scores(found: Any, scores: Any, share: Share, steps: Any, scorer: Scorer) -> None:
-    """Writes a segment's scores: ``4 steps`` columns from column ``4 share.first`` on."""
-    write = _write_scores_stock if scorer.ring.interpret else _write_scores_inline
-    write(found, scores, share.request, share.first * STEP_PAGES, steps, scorer)
-
-
-def _write_scores_stock(
-    found: Any, scores: Any, request: Any, column: Any, steps: Any, scorer: Scorer
-) -> None:
-    @pl.loop(0, steps)
-    def _(step: Any) -> None:
-        values = found[:, pl.ds(step * STEP_PAGES, STEP_PAGES)]
-        values = jnp.where(values == 0, 0.0, values)
-        tokens = pl.ds(request * scorer.tokens, scorer.tokens)
-        columns = pl.ds(column + step * STEP_PAGES, STEP_PAGES)
-        scores[tokens, :, columns] = values.reshape(scorer.tokens, NUM_HEADS, STEP_PAGES)
-
-
-def _write_scores_inline(
-    found: Any, scores: Any, request: Any, column: Any, steps: Any, scorer: Scorer
-) -> None:
-    """A warp a head; a lane four columns, which makes 128 of the 32."""
-    columns = scorer.ring.batch.columns
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR))
-    def write(_: Any, found: Any, scores: Any, request: Any, column: Any, steps: Any) -> None:
-        head, lane = lanes.thread() >> 5, lanes.thread() & (WARP - 1)
-        row = lanes.scalar(request) * scorer.query_rows + head
-        at = lane * STEP_PAGES
-        source = Words.of(found) + (head * SEGMENT_PAGES + at)
-        goal = Words.of(scores) + row.to_i64() * columns + (lanes.scalar(column) + at)
-        with when(lane < lanes.scalar(steps)):
-            for token in range(scorer.tokens):
-                values = (source + token * NUM_HEADS * SEGMENT_PAGES).load_vector(lanes.f32(), 4)
-                flushed = [where(x.eq(0.0), 0.0, x) for x in values]
-                (goal + token * NUM_HEADS * columns).store_vector(flushed)
-
-    write(found, scores, request, column, steps)

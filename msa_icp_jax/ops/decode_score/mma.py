@@ -22,12 +22,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import llvm
 
-from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS
+from msa_icp_jax.geometry import NUM_HEADS
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, maximum, where
 from msa_icp_jax.ops.decode_score.page_ring import (
@@ -36,7 +34,6 @@ from msa_icp_jax.ops.decode_score.page_ring import (
     PageRing,
     barrier_of_warp,
     page_of_warp,
-    pages_of_step,
     slot_of_warp,
     stage_of,
     wait_for_turn,
@@ -46,6 +43,7 @@ from msa_icp_jax.ops.decode_score.work_balance import (
     PER_THREAD,
     STEP_PAGES,
     WARP,
+    Share,
     divide,
     of_thread,
     per_thread,
@@ -121,24 +119,18 @@ class Scorer:
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory: `queries`, and `found`, the segment's scores [query row, column]."""
-        if self.ring.interpret:
-            queries = plgpu.SMEM((self.query_rows, HEAD_DIM), jnp.float32)
-        else:
-            queries = plgpu.SMEM((self.tiles * _QUERY_WORDS,), jnp.int32)
         return {
-            "queries": queries,
+            "queries": plgpu.SMEM((self.tiles * _QUERY_WORDS,), jnp.int32),
             "found": plgpu.SMEM((self.query_rows, SEGMENT_PAGES), jnp.float32),
         }
 
     def read_queries(self, query: Any, request: Any) -> list[jax.Array]:
         """Starts to read a request's query rows, for `keep_queries`."""
-        read = _read_queries_stock if self.ring.interpret else _read_queries_inline
-        return read(query, request, self)
+        return _read_queries(query, request, self)
 
     def keep_queries(self, queries: Any, words: list[jax.Array]) -> None:
         """Puts what `read_queries` returned into `queries`; a barrier has to follow."""
-        keep = _keep_queries_stock if self.ring.interpret else _keep_queries_inline
-        keep(queries, words, self)
+        _keep_queries(queries, words, self)
 
     def room(self, first: Any, length: Any, rank: Any) -> Any:
         """See `Step`: of a segment that begins at step `first` of a request of `length` tokens."""
@@ -147,17 +139,19 @@ class Scorer:
 
     def score(self, scratch: dict[str, Any], step: Step) -> None:
         """Waits for a step's pages and puts their scores into columns ``4 step.number ..``."""
-        score = _score_stock if self.ring.interpret else _score_inline
-        score(scratch, step, self)
+        _score(scratch, step, self)
 
+    def write_scores(self, found: Any, scores: Any, share: Share, steps: Any) -> None:
+        """Writes a segment's scores: ``4 steps`` columns from column ``4 share.first`` on."""
+        _write_scores(found, scores, share.request, share.first * STEP_PAGES, steps, self)
 
-def _read_queries_stock(query: Any, request: Any, scorer: Scorer) -> list[jax.Array]:
-    return [query[pl.ds(request * scorer.tokens, scorer.tokens)]]
+    def let_next_start(self) -> None:
+        """The next kernel may start under this one."""
+        plgpu.griddepcontrol_launch_dependents()
 
-
-def _keep_queries_stock(queries: Any, words: list[jax.Array], scorer: Scorer) -> None:
-    (tokens,) = words
-    queries[...] = tokens.reshape(scorer.query_rows, HEAD_DIM).astype(jnp.float32)
+    def wait_for_last(self) -> None:
+        """Waits for the end of the kernel under which this one has started."""
+        plgpu.griddepcontrol_wait()
 
 
 def _pieces(scorer: Scorer) -> int:
@@ -165,7 +159,7 @@ def _pieces(scorer: Scorer) -> int:
     return max(1, scorer.tiles * _TILE * scorer.row_pieces // _THREADS)
 
 
-def _read_queries_inline(query: Any, request: Any, scorer: Scorer) -> list[jax.Array]:
+def _read_queries(query: Any, request: Any, scorer: Scorer) -> list[jax.Array]:
     result = plgpu.ShapeDtypeStruct((_THREADS,), np.dtype(np.int32), PER_THREAD)
     pieces, rows = _pieces(scorer), scorer.query_rows
 
@@ -184,7 +178,7 @@ def _read_queries_inline(query: Any, request: Any, scorer: Scorer) -> list[jax.A
     return list(read(query, request))
 
 
-def _keep_queries_inline(queries: Any, words: list[jax.Array], scorer: Scorer) -> None:
+def _keep_queries(queries: Any, words: list[jax.Array], scorer: Scorer) -> None:
     """Piece p of a row: `piece_steps` steps of lane p % 4, from ``piece_steps (p // 4)`` on."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[PER_THREAD] * len(words)))
@@ -204,22 +198,7 @@ def _keep_queries_inline(queries: Any, words: list[jax.Array], scorer: Scorer) -
     keep(queries, *words)
 
 
-def _score_stock(scratch: dict[str, Any], step: Step, scorer: Scorer) -> None:
-    ring = scorer.ring
-    slot = lax.rem(step.count, ring.stages)
-    plgpu.barrier_wait(scratch["arrived"].at[slot])
-    keys = scratch["slots"][slot].astype(jnp.float32)
-    products = jnp.einsum("nd,prd->npr", scratch["queries"][...], keys)
-    page = step.number * STEP_PAGES + jnp.arange(STEP_PAGES)
-    at = page[:, None] * ring.batch.page_size + jnp.arange(ring.rows)[None]
-    token = jnp.arange(scorer.query_rows) // NUM_HEADS
-    visible = at[None] <= (step.room + token)[:, None, None]
-    visible &= (pages_of_step(scratch["page_ids"], step.count) >= 0)[None, :, None]
-    best = jnp.where(visible & ~jnp.isnan(products), products, _LOWEST).max(axis=2)
-    scratch["found"][:, pl.ds(step.number * STEP_PAGES, STEP_PAGES)] = best
-
-
-def _score_inline(scratch: dict[str, Any], step: Step, scorer: Scorer) -> None:
+def _score(scratch: dict[str, Any], step: Step, scorer: Scorer) -> None:
     ring = scorer.ring
     names = ("slots", "arrived", "page_ids", "queries", "found")
 
@@ -249,6 +228,28 @@ def _score_inline(scratch: dict[str, Any], step: Step, scorer: Scorer) -> None:
         _store_row_maxima(values, Words.of(found) + column, lane, scorer)
 
     score(*(scratch[name] for name in names), *step)
+
+
+def _write_scores(
+    found: Any, scores: Any, request: Any, column: Any, steps: Any, scorer: Scorer
+) -> None:
+    """A warp a head; a lane four columns, which makes 128 of the 32."""
+    columns = scorer.ring.batch.columns
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR))
+    def write(_: Any, found: Any, scores: Any, request: Any, column: Any, steps: Any) -> None:
+        head, lane = lanes.thread() >> 5, lanes.thread() & (WARP - 1)
+        row = lanes.scalar(request) * scorer.query_rows + head
+        at = lane * STEP_PAGES
+        source = Words.of(found) + (head * SEGMENT_PAGES + at)
+        goal = Words.of(scores) + row.to_i64() * columns + (lanes.scalar(column) + at)
+        with lanes.when(lane < lanes.scalar(steps)):
+            for token in range(scorer.tokens):
+                values = (source + token * NUM_HEADS * SEGMENT_PAGES).load_vector(lanes.f32(), 4)
+                flushed = [where(x.eq(0.0), 0.0, x) for x in values]
+                (goal + token * NUM_HEADS * columns).store_vector(flushed)
+
+    write(found, scores, request, column, steps)
 
 
 # ---- parts of the inline code: each emits the program of one CUDA thread ----

@@ -24,8 +24,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith, llvm
 
@@ -44,7 +42,7 @@ from msa_icp_jax.ops.decode_score.work_balance import (
 
 SEGMENT_STEPS = 32  # steps whose page ids are held at a time
 SEGMENT_PAGES = SEGMENT_STEPS * STEP_PAGES
-_KEPT_IDS = 2 * SEGMENT_PAGES  # of this segment and the next, in a circle
+KEPT_IDS = 2 * SEGMENT_PAGES  # of this segment and the next, in a circle
 HALF_SHIFT = 64  # bytes between the end of a slot's first half and the start of its second
 _SCALAR = plgpu.Layout.WG_SPLAT
 _KEEP_SHORTLY = 0x12F0000000000000  # cache policy: evict first, a key is read once
@@ -63,7 +61,6 @@ class PageRing:
       rows: key rows of a page, a multiple of 32.
       dtype: of the keys, float8_e4m3fn or bfloat16.
       stages: slots of a warp.
-      interpret: take the stock ops.
     """
 
     batch: Batch
@@ -74,7 +71,6 @@ class PageRing:
     rows: int
     dtype: Any
     stages: int
-    interpret: bool
 
     @property
     def row_bytes(self) -> int:
@@ -93,24 +89,15 @@ class PageRing:
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory: `slots`, `arrived` (barriers) and `page_ids`, the ids of 64 steps."""
-        slots: Any
-        arrived: Any
-        if self.interpret:
-            slots = plgpu.SMEM((self.stages, STEP_PAGES, self.rows, HEAD_DIM), self.dtype)
-            arrived = plgpu.Barrier(num_arrivals=STEP_PAGES, num_barriers=self.stages)
-        else:
-            slots = plgpu.SMEM((STEP_PAGES * self.stages * self.slot_bytes,), jnp.uint8)
-            arrived = plgpu.SMEM((STEP_PAGES * self.stages * 2,), jnp.int32)
         return {
-            "slots": slots,
-            "arrived": arrived,
-            "page_ids": plgpu.SMEM((_KEPT_IDS,), jnp.int32),
+            "slots": plgpu.SMEM((STEP_PAGES * self.stages * self.slot_bytes,), jnp.uint8),
+            "arrived": plgpu.SMEM((STEP_PAGES * self.stages * 2,), jnp.int32),
+            "page_ids": plgpu.SMEM((KEPT_IDS,), jnp.int32),
         }
 
     def start(self, arrived: Any) -> None:
         """Makes the barriers ready; once, before anything else."""
-        if not self.interpret:
-            _start_inline(arrived, self)
+        _start(arrived, self)
 
     def read_ids(self, table: Any, share: Share) -> jax.Array:
         """Ids of the next pages of the share's first request, -1 where no key is visible.
@@ -118,50 +105,43 @@ class PageRing:
         int32 [128], entry j for page ``4 share.first + j``. Nothing is read past the request's
         pages or the table's row; an id outside the cache counts as invisible.
         """
-        read = _read_ids_stock if self.interpret else _read_ids_inline
-        return read(table, share, self)
+        return _read_ids(table, share, self)
 
     def prefetch(
         self, keys: Any, query: Any, ids: jax.Array, share: Share, rows: int, steps: Any
     ) -> None:
         """Asks the second-level cache for the pages of `steps` steps and the `rows` query rows."""
-        if not self.interpret:
-            _prefetch_inline(keys, query, ids, share, rows, steps, self)
+        _prefetch(keys, query, ids, share, rows, steps, self)
 
     def keep_ids(self, page_ids: Any, ids: jax.Array, count: Any) -> None:
         """Keeps what `read_ids` returned for the CTA's steps from number `count` on.
 
         A barrier has to follow. Steps are numbered from 0; ids are overwritten 64 steps later.
         """
-        keep = _keep_ids_stock if self.interpret else _keep_ids_inline
-        keep(page_ids, ids, count)
+        _keep_ids(page_ids, ids, count)
 
     def read_first(self, table: Any, share: Share, steps: Any) -> Any:
         """Starts to read the ids of a share's first `steps` steps for `copy_first`."""
-        return None if self.interpret else _read_first_inline(table, share, steps, self)
+        return _read_first(table, share, steps, self)
 
     def copy_first(self, keys: Any, scratch: dict[str, Any], first: Any, steps: Any) -> Any:
         """Starts the copies of steps 0 upwards by what `read_first` returned.
 
-        Returns how many steps are under way: in interpret mode none.
+        Returns how many steps are under way.
         """
-        if self.interpret:
-            return jnp.int32(0)
-        _copy_first_inline(keys, scratch, first, steps, self)
+        _copy_first(keys, scratch, first, steps, self)
         return steps
 
     def drop_first(self, arrived: Any, steps: Any) -> None:
         """Waits for the `steps` steps that `copy_first` started in this warp; all is as before."""
-        if not self.interpret:
-            _drop_first_inline(arrived, steps, self)
+        _drop_first(arrived, steps, self)
 
     def copy(self, keys: Any, scratch: dict[str, Any], count: Any) -> None:
         """Starts the copies of step `count`; the pages of step ``count - stages`` are done with."""
-        copy = _copy_stock if self.interpret else _copy_inline
-        copy(keys, scratch, count, self)
+        _copy(keys, scratch, count, self)
 
 
-def _start_inline(arrived: Any, ring: PageRing) -> None:
+def _start(arrived: Any, ring: PageRing) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def start(_: Any, arrived: Any) -> None:
         with when((lanes.thread() & (WARP - 1)).eq(0)):
@@ -177,15 +157,7 @@ def _make_barriers(arrived: Any, ring: PageRing) -> None:
     lanes.ptx("fence.mbarrier_init.release.cluster;")
 
 
-def _read_ids_stock(table: Any, share: Share, ring: PageRing) -> jax.Array:
-    row = table[jnp.clip(share.request, 0, ring.batch.requests - 1)]
-    page = share.first * STEP_PAGES + jnp.arange(SEGMENT_PAGES)
-    ids = row[jnp.clip(page, 0, ring.width - 1)]
-    exists = (page < jnp.minimum(ring.batch.pages(share.length), ring.width)) & (share.steps > 0)
-    return jnp.where(exists & (ids >= 0) & (ids < ring.pages), ids, -1)
-
-
-def _read_ids_inline(table: Any, share: Share, ring: PageRing) -> jax.Array:
+def _read_ids(table: Any, share: Share, ring: PageRing) -> jax.Array:
     result = plgpu.ShapeDtypeStruct((SEGMENT_PAGES,), np.dtype(np.int32), PER_THREAD)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[_SCALAR] * 4), return_type=result)
@@ -197,7 +169,7 @@ def _read_ids_inline(table: Any, share: Share, ring: PageRing) -> jax.Array:
     return read(table, *share)
 
 
-def _prefetch_inline(
+def _prefetch(
     keys: Any,
     query: Any,
     ids: jax.Array,
@@ -224,34 +196,16 @@ def _prefetch_inline(
     prefetch(keys, query, ids, share.request, share.steps, ahead)
 
 
-def _keep_ids_stock(page_ids: Any, ids: jax.Array, count: Any) -> None:
-    at = (count * STEP_PAGES + jnp.arange(SEGMENT_PAGES)) % _KEPT_IDS
-    page_ids[...] = page_ids[...].at[at].set(ids)
-
-
-def _keep_ids_inline(page_ids: Any, ids: jax.Array, count: Any) -> None:
+def _keep_ids(page_ids: Any, ids: jax.Array, count: Any) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, _SCALAR))
     def keep(_: Any, page_ids: Any, ids: Any, count: Any) -> None:
         at = lanes.scalar(count) * STEP_PAGES + lanes.thread()
-        (Words.of(page_ids) + (at & (_KEPT_IDS - 1))).store(of_thread(ids))
+        (Words.of(page_ids) + (at & (KEPT_IDS - 1))).store(of_thread(ids))
 
     keep(page_ids, ids, count)
 
 
-def _copy_stock(keys: Any, scratch: dict[str, Any], count: Any, ring: PageRing) -> None:
-    slot = lax.rem(count, ring.stages)
-    first = lax.rem(count * STEP_PAGES, _KEPT_IDS)
-    plgpu.commit_smem()  # the reads of the slot's former pages come before these writes
-    for warp in range(STEP_PAGES):
-        page_id = jnp.maximum(scratch["page_ids"][first + warp], 0)
-        plgpu.copy_gmem_to_smem(
-            keys.at[page_id, pl.ds(ring.row_offset, ring.rows)],
-            scratch["slots"].at[slot, warp],
-            scratch["arrived"].at[slot],
-        )
-
-
-def _copy_inline(keys: Any, scratch: dict[str, Any], count: Any, ring: PageRing) -> None:
+def _copy(keys: Any, scratch: dict[str, Any], count: Any, ring: PageRing) -> None:
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, _SCALAR))
     def copy(_: Any, keys: Any, slots: Any, arrived: Any, page_ids: Any, count: Any) -> None:
         count = lanes.scalar(count)
@@ -267,7 +221,7 @@ def _copy_inline(keys: Any, scratch: dict[str, Any], count: Any, ring: PageRing)
     copy(keys, *(scratch[name] for name in names), count)
 
 
-def _read_first_inline(table: Any, share: Share, steps: Any, ring: PageRing) -> jax.Array:
+def _read_first(table: Any, share: Share, steps: Any, ring: PageRing) -> jax.Array:
     """Lane j of a warp has the id of the warp's page in step j."""
     result = plgpu.ShapeDtypeStruct((SEGMENT_PAGES,), np.dtype(np.int32), PER_THREAD)
 
@@ -281,9 +235,7 @@ def _read_first_inline(table: Any, share: Share, steps: Any, ring: PageRing) -> 
     return read(table, *share[:3], steps)
 
 
-def _copy_first_inline(
-    keys: Any, scratch: dict[str, Any], first: Any, steps: Any, ring: PageRing
-) -> None:
+def _copy_first(keys: Any, scratch: dict[str, Any], first: Any, steps: Any, ring: PageRing) -> None:
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 3, PER_THREAD, _SCALAR))
     def copy(_: Any, keys: Any, slots: Any, arrived: Any, first: Any, steps: Any) -> None:
         step = lanes.thread() & (WARP - 1)
@@ -294,7 +246,7 @@ def _copy_first_inline(
     copy(keys, scratch["slots"], scratch["arrived"], first, steps)
 
 
-def _drop_first_inline(arrived: Any, steps: Any, ring: PageRing) -> None:
+def _drop_first(arrived: Any, steps: Any, ring: PageRing) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))
     def drop(_: Any, arrived: Any, steps: Any) -> None:
         for stage in range(ring.stages):
@@ -341,13 +293,8 @@ def warp_number() -> Lane:
 
 def page_of_warp(page_ids: Any, count: Lane) -> Lane:
     """Id of this warp's page in a step, -1 where no key is visible."""
-    first = count * STEP_PAGES & (_KEPT_IDS - 1)
+    first = count * STEP_PAGES & (KEPT_IDS - 1)
     return (Words.of(page_ids) + (first + warp_number())).load()
-
-
-def pages_of_step(page_ids: Any, count: Any) -> Any:
-    """Its stock twin: the four ids of a step."""
-    return page_ids[pl.ds(lax.rem(count * STEP_PAGES, _KEPT_IDS), STEP_PAGES)]
 
 
 def stage_of(count: Lane, ring: PageRing) -> Lane:

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -53,6 +52,18 @@ class Batch:
     def scratch(self) -> dict[str, Any]:
         """Shared memory of a CTA: the lengths."""
         return {"kept_lengths": plgpu.SMEM((round_up(self.requests, 4 * WARP),), jnp.int32)}
+
+    def read_lengths(self, lengths: Any) -> list[jax.Array]:
+        """Starts to read the lengths, a ref of int32 [B], for `find_share`."""
+        return _read_lengths(lengths, self)
+
+    def keep_lengths(self, kept: Any, values: list[jax.Array]) -> None:
+        """Keeps what `read_lengths` returned in shared memory; a barrier has to follow."""
+        _keep_lengths(kept, values)
+
+    def find_share(self, values: list[jax.Array], grid: Grid) -> Share:
+        """This CTA's share of the batch among `grid`, from what `read_lengths` returned."""
+        return _find_share(values, self, grid)
 
     def pages(self, length: Any) -> Any:
         """Pages of a request of `length` tokens (a traced scalar or array)."""
@@ -105,67 +116,7 @@ class Share(NamedTuple):
     steps: Any
 
 
-def read_lengths(lengths: Any, batch: Batch, interpret: bool) -> list[jax.Array]:
-    """Starts to read the lengths, for `find_share`.
-
-    Args:
-      lengths: ref of the lengths, int32 [B].
-      batch: see `Batch`.
-      interpret: take the stock ops.
-    """
-    return [lengths[...]] if interpret else _read_lengths_inline(lengths, batch)
-
-
-def keep_lengths(kept: Any, values: list[jax.Array], batch: Batch, interpret: bool) -> None:
-    """Keeps what `read_lengths` returned in shared memory; a barrier has to follow."""
-    if interpret:
-        kept[pl.ds(0, batch.requests)] = values[0]
-    else:
-        _keep_lengths_inline(kept, values)
-
-
-def find_share(values: list[jax.Array], batch: Batch, grid: Grid, interpret: bool) -> Share:
-    """This CTA's share.
-
-    Args:
-      values: what `read_lengths` returned.
-      batch: see `Batch`.
-      grid: the CTAs that share the batch.
-      interpret: take the stock ops.
-    """
-    find = _find_share_stock if interpret else _find_share_inline
-    return find(values, batch, grid)
-
-
-def _find_share_stock(lengths: list[jax.Array], batch: Batch, grid: Grid) -> Share:
-    (values,) = lengths
-    ends = jnp.cumsum(batch.steps(values))
-    start, steps = part_stock(ends[-1], lax.axis_index(CTA), grid)
-    passed = jnp.sum(ends <= start)
-    request = jnp.minimum(passed, batch.requests - 1)
-    first = start - jnp.where(passed > 0, ends[jnp.maximum(request - 1, 0)], 0)
-    return Share(request, values[request], first, steps)
-
-
-def part_stock(total: Any, cta: Any, grid: Grid) -> tuple[Any, Any]:
-    """(first step, steps) of a CTA's part of all steps; it may be without any."""
-
-    def equal(total: Any, ctas: int, cta: Any) -> tuple[Any, Any]:
-        base, rest = total // ctas, total % ctas
-        return cta * base + jnp.minimum(cta, rest), base + jnp.where(cta < rest, 1, 0)
-
-    if not grid.late:
-        return equal(total, grid.ctas, cta)
-    early = total - jnp.where(total >= grid.late_from, total >> CONFIG.late_shift, 0)
-    start, steps = equal(early, grid.resident, cta)
-    late_start, late_steps = equal(total - early, grid.late, cta - grid.resident)
-    first_ones = cta < grid.resident
-    return jnp.where(first_ones, start, early + late_start), jnp.where(
-        first_ones, steps, late_steps
-    )
-
-
-def _read_lengths_inline(lengths: Any, batch: Batch) -> list[jax.Array]:
+def _read_lengths(lengths: Any, batch: Batch) -> list[jax.Array]:
     """All lengths in every warp, 32 an array, 0 past the last."""
     chunks = range(0, batch.requests, WARP)
     result = plgpu.ShapeDtypeStruct((4 * WARP,), np.dtype(np.int32), PER_THREAD)
@@ -183,7 +134,7 @@ def _read_lengths_inline(lengths: Any, batch: Batch) -> list[jax.Array]:
     return list(read(lengths))
 
 
-def _keep_lengths_inline(kept: Any, values: list[jax.Array]) -> None:
+def _keep_lengths(kept: Any, values: list[jax.Array]) -> None:
     """Every warp has all of them: warp w stores array w, w + 4 and so on."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[PER_THREAD] * len(values)))
@@ -196,7 +147,7 @@ def _keep_lengths_inline(kept: Any, values: list[jax.Array]) -> None:
     keep(kept, *values)
 
 
-def _find_share_inline(lengths: list[jax.Array], batch: Batch, grid: Grid) -> Share:
+def _find_share(lengths: list[jax.Array], batch: Batch, grid: Grid) -> Share:
     scalar = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), _SCALAR)
 
     @plgpu.inline_mgpu(
@@ -218,7 +169,7 @@ def share_in_lanes(
 ) -> tuple[Lane, Lane, Lane, Lane]:
     """The fields of a CTA's `Share`, from lengths of requests (32 i + lane)."""
     ends, total = step_ends(values, batch, lane)
-    start, steps = _part_inline(total, cta, grid)
+    start, steps = _part(total, cta, grid)
     request, before, length = int32(0), int32(0), int32(0)
     for end in ends:
         passed = lanes.popcount(lanes.warp_ballot(end <= start))
@@ -248,7 +199,7 @@ def divide(a: Lane, b: Lane) -> Lane:
     return Lane(arith.divui(a.value, b.value))
 
 
-def _part_inline(total: Lane, cta: Lane, grid: Grid) -> tuple[Lane, Lane]:
+def _part(total: Lane, cta: Lane, grid: Grid) -> tuple[Lane, Lane]:
     def equal(total: Lane, ctas: int, cta: Lane) -> tuple[Lane, Lane]:
         base = divide(total, int32(ctas))
         rest = total - base * ctas
