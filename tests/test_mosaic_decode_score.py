@@ -217,8 +217,8 @@ def _sizes(requests: int, columns: int, rows: int, tokens: int) -> tuple[Batch, 
     return batch, {**ring.scratch(), **scratch, **batch.scratch()}
 
 
-def test_shares_name_requests_of_the_batch(monkeypatch):
-    """The machine's way to a share is the stock one; a CTA without work stays in the batch too."""
+def test_work_begins_in_a_request_of_the_batch(monkeypatch):
+    """The machine finds the work that the stock way finds; a CTA without any stays in the batch."""
     lanes = SimpleNamespace(
         minimum=lane_simulator._minimum,
         maximum=lane_simulator._maximum,
@@ -243,10 +243,10 @@ def test_shares_name_requests_of_the_batch(monkeypatch):
             padded[:requests] = lengths
             values = [Lane(np.tile(x, 4)) for x in padded.reshape(-1, 32)]
             for cta in range(grid.ctas):
-                found = work_balance.share_in_lanes(values, Lane(np.int32(cta)), lane, batch, grid)
+                found = work_balance.work_in_lanes(values, Lane(np.int32(cta)), lane, batch, grid)
                 request, length, first, steps = (int(x.value[0]) for x in found)
                 monkeypatch.setattr(interpret.lax, "axis_index", lambda _, cta=cta: cta)
-                want = interpreted.find_share([jnp.asarray(lengths)], grid)
+                want = interpreted.find_work([jnp.asarray(lengths)], grid)
                 assert 0 <= request < requests and length == lengths[request]
                 assert steps == int(want.steps)
                 if steps:

@@ -16,7 +16,7 @@ from msa_icp_jax.ops.decode_score.config import CONFIG
 from msa_icp_jax.ops.decode_score.kernel import Parts
 from msa_icp_jax.ops.decode_score.mma import Scorer, Step
 from msa_icp_jax.ops.decode_score.page_ring import KEPT_IDS, SEGMENT_PAGES, PageRing
-from msa_icp_jax.ops.decode_score.work_balance import STEP_PAGES, Batch, Grid, Share
+from msa_icp_jax.ops.decode_score.work_balance import STEP_PAGES, Batch, Grid, Work
 
 
 class InterpretedBatch(Batch):
@@ -31,14 +31,14 @@ class InterpretedBatch(Batch):
         kept[pl.ds(0, self.requests)] = values[0]
 
     @override
-    def find_share(self, values: list[jax.Array], grid: Grid) -> Share:
+    def find_work(self, values: list[jax.Array], grid: Grid) -> Work:
         (lengths,) = values
         ends = jnp.cumsum(self.steps(lengths))
         start, steps = part_of(ends[-1], lax.axis_index(CTA), grid)
         passed = jnp.sum(ends <= start)
         request = jnp.minimum(passed, self.requests - 1)
         first = start - jnp.where(passed > 0, ends[jnp.maximum(request - 1, 0)], 0)
-        return Share(request, lengths[request], first, steps)
+        return Work(request, lengths[request], first, steps)
 
 
 def part_of(total: Any, cta: Any, grid: Grid) -> tuple[Any, Any]:
@@ -76,17 +76,17 @@ class InterpretedRing(PageRing):
         """Barriers are ready."""
 
     @override
-    def read_ids(self, table: Any, share: Share) -> jax.Array:
-        row = table[jnp.clip(share.request, 0, self.batch.requests - 1)]
-        page = share.first * STEP_PAGES + jnp.arange(SEGMENT_PAGES)
+    def read_ids(self, table: Any, work: Work) -> jax.Array:
+        row = table[jnp.clip(work.request, 0, self.batch.requests - 1)]
+        page = work.first * STEP_PAGES + jnp.arange(SEGMENT_PAGES)
         ids = row[jnp.clip(page, 0, self.width - 1)]
-        stop = jnp.minimum(self.batch.pages(share.length), self.width)
-        exists = (page < stop) & (share.steps > 0)
+        stop = jnp.minimum(self.batch.pages(work.length), self.width)
+        exists = (page < stop) & (work.steps > 0)
         return jnp.where(exists & (ids >= 0) & (ids < self.pages), ids, -1)
 
     @override
     def prefetch(
-        self, keys: Any, query: Any, ids: jax.Array, share: Share, rows: int, steps: Any
+        self, keys: Any, query: Any, ids: jax.Array, work: Work, rows: int, steps: Any
     ) -> None:
         """There is no cache."""
 
@@ -96,7 +96,7 @@ class InterpretedRing(PageRing):
         page_ids[...] = page_ids[...].at[at].set(ids)
 
     @override
-    def read_first(self, table: Any, share: Share, steps: Any) -> Any:
+    def read_first(self, table: Any, work: Work, steps: Any) -> Any:
         """Nothing, for `copy_first` copies nothing."""
 
     @override
@@ -160,13 +160,13 @@ class InterpretedScorer(Scorer):
         scratch["found"][:, pl.ds(step.number * STEP_PAGES, STEP_PAGES)] = best
 
     @override
-    def write_scores(self, found: Any, scores: Any, share: Share, steps: Any) -> None:
+    def write_scores(self, found: Any, scores: Any, work: Work, steps: Any) -> None:
         @pl.loop(0, steps)
         def _(step: Any) -> None:
             values = found[:, pl.ds(step * STEP_PAGES, STEP_PAGES)]
             values = jnp.where(values == 0, 0.0, values)
-            tokens = pl.ds(share.request * self.tokens, self.tokens)
-            columns = pl.ds((share.first + step) * STEP_PAGES, STEP_PAGES)
+            tokens = pl.ds(work.request * self.tokens, self.tokens)
+            columns = pl.ds((work.first + step) * STEP_PAGES, STEP_PAGES)
             scores[tokens, :, columns] = values.reshape(self.tokens, NUM_HEADS, STEP_PAGES)
 
     @override

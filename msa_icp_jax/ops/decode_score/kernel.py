@@ -50,7 +50,7 @@ from msa_icp_jax.ops.decode_score.work_balance import (
     STEP_PAGES,
     Batch,
     Grid,
-    Share,
+    Work,
 )
 from msa_icp_jax.ops.select.long_rows import TEAM_WORDS, WARPS
 
@@ -182,22 +182,22 @@ def _kernel(
     plgpu.commit_smem()  # the lengths, the first page ids and queries are there
 
     def more(state: _State) -> Any:
-        return state.share.steps > 0
+        return state.work.steps > 0
 
     def segment(state: _State) -> _State:
-        share, done, copied, request = state
-        steps = _segment_steps(share, ring.batch)
+        work, done, copied, request = state
+        steps = _segment_steps(work, ring.batch)
         for number in range(ring.stages):
 
             @pl.when((number >= copied) & (number < steps))
             def _(number: int = number) -> None:
                 ring.copy(keys, scratch, done + number)
 
-        following = _after(share, steps, scratch["kept_lengths"], ring.batch)
+        following = _after(work, steps, scratch["kept_lengths"], ring.batch)
 
-        @pl.when(share.request != request)
+        @pl.when(work.request != request)
         def _() -> None:
-            words = scorer.read_queries(query, share.request)
+            words = scorer.read_queries(query, work.request)
             scorer.keep_queries(scratch["queries"], words)
 
         @pl.when(following.steps > 0)
@@ -209,7 +209,7 @@ def _kernel(
         # With enough steps in this segment the ring runs on into the following one.
         beyond = jnp.where(steps >= ring.stages, _segment_steps(following, ring.batch), 0)
         to_copy = steps + beyond
-        room = scorer.room(share.first, share.length, this_rank)
+        room = scorer.room(work.first, work.length, this_rank)
 
         @pl.loop(0, steps)
         def _(number: Any) -> None:
@@ -227,9 +227,9 @@ def _kernel(
                 ring.copy(keys, scratch, done + ahead)
 
         plgpu.commit_smem()  # all scores of the segment are there
-        scorer.write_scores(scratch["found"], scores, share, steps)
+        scorer.write_scores(scratch["found"], scores, work, steps)
         copied = jnp.minimum(to_copy - steps, ring.stages)
-        return _State(following, done + steps, copied, share.request)
+        return _State(following, done + steps, copied, work.request)
 
     lax.while_loop(more, segment, state)
 
@@ -238,22 +238,22 @@ class _State(NamedTuple):
     """Where a CTA is, between two segments.
 
     Attributes:
-      share: what is left to do; the ids of the segment at its start are kept.
+      work: what is left to do; the ids of the segment at its start are kept.
       done: steps done.
       copied: steps of the coming segment whose copies are under way, in this warp.
       request: the request whose queries are kept.
     """
 
-    share: Share
+    work: Work
     done: Any
     copied: Any
     request: Any
 
 
-def _segment_steps(share: Share, batch: Batch) -> Any:
-    """Steps of the segment at a share's start, 0 where nothing is left."""
-    to_end = batch.steps(share.length) - share.first
-    return jnp.minimum(jnp.minimum(share.steps, to_end), SEGMENT_STEPS)
+def _segment_steps(work: Work, batch: Batch) -> Any:
+    """Steps of the segment at the start of a CTA's work, 0 where nothing is left."""
+    to_end = batch.steps(work.length) - work.first
+    return jnp.minimum(jnp.minimum(work.steps, to_end), SEGMENT_STEPS)
 
 
 def _start(
@@ -266,21 +266,21 @@ def _start(
     scorer: Scorer,
     grid: Grid,
 ) -> tuple[_State, Any]:
-    """This CTA's share, its first page ids and queries kept; and the rank."""
+    """This CTA's work, its first page ids and queries kept; and the rank."""
     del keys
     ring = scorer.ring
     values = ring.batch.read_lengths(lengths)
     ring.batch.keep_lengths(scratch["kept_lengths"], values)
-    share = ring.batch.find_share(values, grid)
-    _keep_first(query, table, scratch, share, scorer)
-    return _State(share, jnp.int32(0), jnp.int32(0), share.request), rank[0]
+    work = ring.batch.find_work(values, grid)
+    _keep_first(query, table, scratch, work, scorer)
+    return _State(work, jnp.int32(0), jnp.int32(0), work.request), rank[0]
 
 
 def _keep_first(
-    query: Any, table: Any, scratch: dict[str, Any], share: Share, scorer: Scorer
+    query: Any, table: Any, scratch: dict[str, Any], work: Work, scorer: Scorer
 ) -> None:
-    """Reads and keeps the first page ids and queries of a share."""
-    ids, words = scorer.ring.read_ids(table, share), scorer.read_queries(query, share.request)
+    """Reads and keeps the first page ids and queries of a CTA's work."""
+    ids, words = scorer.ring.read_ids(table, work), scorer.read_queries(query, work.request)
     scorer.ring.keep_ids(scratch["page_ids"], ids, jnp.int32(0))
     scorer.keep_queries(scratch["queries"], words)
 
@@ -297,7 +297,7 @@ def _start_dependent(
 ) -> tuple[_State, Any]:
     """As `_start`, under a kernel that may still be writing the inputs.
 
-    The share found before it has ended is a guess. Afterwards everything is read anew and together:
+    The work found before it has ended is a guess. Afterwards everything is read anew and together:
     what the guess names, and the lengths that tell whether it is right. All these loads go ahead of
     the copies of the first pages, which would hold them up. A warp whose guess was wrong waits for
     its copies and drops them. (The lengths may change while they are guessed from: warps need not
@@ -305,17 +305,17 @@ def _start_dependent(
     """
     ring = scorer.ring
 
-    def hint() -> Share:
+    def hint() -> Work:
         values = ring.batch.read_lengths(lengths)
-        share = ring.batch.find_share(values, grid)
-        ids = ring.read_ids(table, share)
-        is_long = share.steps >= CONFIG.many_steps
+        work = ring.batch.find_work(values, grid)
+        ids = ring.read_ids(table, work)
+        is_long = work.steps >= CONFIG.many_steps
         ahead = jnp.where(is_long, CONFIG.prefetched_of_many, CONFIG.prefetched)
-        ring.prefetch(keys, query, ids, share, scorer.query_rows, ahead)
-        return share
+        ring.prefetch(keys, query, ids, work, scorer.query_rows, ahead)
+        return work
 
-    def nothing() -> Share:
-        return Share(*[jnp.int32(0)] * 4)
+    def nothing() -> Work:
+        return Work(*[jnp.int32(0)] * 4)
 
     # Late CTAs find the wait over.
     guess = lax.cond(lax.axis_index(CTA) < grid.resident, hint, nothing) if grid.late else hint()
@@ -328,35 +328,35 @@ def _start_dependent(
     this_rank = rank[0]
     copied = ring.copy_first(keys, scratch, first, copied)
     ring.batch.keep_lengths(scratch["kept_lengths"], values)
-    share = ring.batch.find_share(values, grid)
+    work = ring.batch.find_work(values, grid)
     ring.keep_ids(scratch["page_ids"], ids, jnp.int32(0))
     scorer.keep_queries(scratch["queries"], words)
-    changed = functools.reduce(jnp.logical_or, (a != b for a, b in zip(guess, share, strict=True)))
-    changed &= (share.steps > 0) | (copied > 0)  # or there is nothing to put right
+    changed = functools.reduce(jnp.logical_or, (a != b for a, b in zip(guess, work, strict=True)))
+    changed &= (work.steps > 0) | (copied > 0)  # or there is nothing to put right
 
     def again() -> Any:
         ring.drop_first(scratch["arrived"], copied)
-        _keep_first(query, table, scratch, share, scorer)
+        _keep_first(query, table, scratch, work, scorer)
         return jnp.int32(0)
 
     copied = lax.cond(changed, again, lambda: copied)
-    return _State(share, jnp.int32(0), copied, share.request), this_rank
+    return _State(work, jnp.int32(0), copied, work.request), this_rank
 
 
-def _after(share: Share, steps: Any, lengths: Any, batch: Batch) -> Share:
-    """What is left of a share after `steps` steps of its first request."""
-    first, left = share.first + steps, share.steps - steps
-    ended = first >= batch.steps(share.length)
+def _after(work: Work, steps: Any, lengths: Any, batch: Batch) -> Work:
+    """What is left of a CTA's work after `steps` steps of its first request."""
+    first, left = work.first + steps, work.steps - steps
+    ended = first >= batch.steps(work.length)
 
-    def next_request() -> Share:
+    def next_request() -> Work:
         def empty(request: Any) -> Any:
             return (batch.steps(lengths[request]) == 0) & (request < batch.requests - 1)
 
-        request = jnp.minimum(share.request + 1, batch.requests - 1)
+        request = jnp.minimum(work.request + 1, batch.requests - 1)
         request = lax.while_loop(empty, lambda at: at + 1, request)
-        return Share(request, lengths[request], jnp.int32(0), left)
+        return Work(request, lengths[request], jnp.int32(0), left)
 
-    def same_request() -> Share:
-        return Share(share.request, share.length, first, left)
+    def same_request() -> Work:
+        return Work(work.request, work.length, first, left)
 
     return lax.cond(ended & (left > 0), next_request, same_request)

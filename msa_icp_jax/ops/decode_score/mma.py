@@ -43,7 +43,7 @@ from msa_icp_jax.ops.decode_score.work_balance import (
     PER_THREAD,
     STEP_PAGES,
     WARP,
-    Share,
+    Work,
     divide,
     of_thread,
     per_thread,
@@ -141,9 +141,9 @@ class Scorer:
         """Waits for a step's pages and puts their scores into columns ``4 step.number ..``."""
         _score(scratch, step, self)
 
-    def write_scores(self, found: Any, scores: Any, share: Share, steps: Any) -> None:
-        """Writes a segment's scores: ``4 steps`` columns from column ``4 share.first`` on."""
-        _write_scores(found, scores, share.request, share.first * STEP_PAGES, steps, self)
+    def write_scores(self, found: Any, scores: Any, work: Work, steps: Any) -> None:
+        """Writes a segment's scores: ``4 steps`` columns from column ``4 work.first`` on."""
+        _write_scores(found, scores, work.request, work.first * STEP_PAGES, steps, self)
 
     def let_next_start(self) -> None:
         """The next kernel may start under this one."""

@@ -35,7 +35,7 @@ from msa_icp_jax.ops.decode_score.work_balance import (
     STEP_PAGES,
     WARP,
     Batch,
-    Share,
+    Work,
     of_thread,
     per_thread,
 )
@@ -99,19 +99,19 @@ class PageRing:
         """Makes the barriers ready; once, before anything else."""
         _start(arrived, self)
 
-    def read_ids(self, table: Any, share: Share) -> jax.Array:
-        """Ids of the next pages of the share's first request, -1 where no key is visible.
+    def read_ids(self, table: Any, work: Work) -> jax.Array:
+        """Ids of the next pages of the work's first request, -1 where no key is visible.
 
-        int32 [128], entry j for page ``4 share.first + j``. Nothing is read past the request's
+        int32 [128], entry j for page ``4 work.first + j``. Nothing is read past the request's
         pages or the table's row; an id outside the cache counts as invisible.
         """
-        return _read_ids(table, share, self)
+        return _read_ids(table, work, self)
 
     def prefetch(
-        self, keys: Any, query: Any, ids: jax.Array, share: Share, rows: int, steps: Any
+        self, keys: Any, query: Any, ids: jax.Array, work: Work, rows: int, steps: Any
     ) -> None:
         """Asks the second-level cache for the pages of `steps` steps and the `rows` query rows."""
-        _prefetch(keys, query, ids, share, rows, steps, self)
+        _prefetch(keys, query, ids, work, rows, steps, self)
 
     def keep_ids(self, page_ids: Any, ids: jax.Array, count: Any) -> None:
         """Keeps what `read_ids` returned for the CTA's steps from number `count` on.
@@ -120,9 +120,9 @@ class PageRing:
         """
         _keep_ids(page_ids, ids, count)
 
-    def read_first(self, table: Any, share: Share, steps: Any) -> Any:
-        """Starts to read the ids of a share's first `steps` steps for `copy_first`."""
-        return _read_first(table, share, steps, self)
+    def read_first(self, table: Any, work: Work, steps: Any) -> Any:
+        """Starts to read the ids of the first `steps` steps for `copy_first`."""
+        return _read_first(table, work, steps, self)
 
     def copy_first(self, keys: Any, scratch: dict[str, Any], first: Any, steps: Any) -> Any:
         """Starts the copies of steps 0 upwards by what `read_first` returned.
@@ -157,23 +157,23 @@ def _make_barriers(arrived: Any, ring: PageRing) -> None:
     lanes.ptx("fence.mbarrier_init.release.cluster;")
 
 
-def _read_ids(table: Any, share: Share, ring: PageRing) -> jax.Array:
+def _read_ids(table: Any, work: Work, ring: PageRing) -> jax.Array:
     result = plgpu.ShapeDtypeStruct((SEGMENT_PAGES,), np.dtype(np.int32), PER_THREAD)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[_SCALAR] * 4), return_type=result)
-    def read(_: Any, table: Any, *share: Any) -> Any:
-        request, length, first, steps = (lanes.scalar(x) for x in share)
+    def read(_: Any, table: Any, *work: Any) -> Any:
+        request, length, first, steps = (lanes.scalar(x) for x in work)
         page = first * STEP_PAGES + lanes.thread()
         return per_thread(page_id_at(table, request, length, page, steps > 0, ring))
 
-    return read(table, *share)
+    return read(table, *work)
 
 
 def _prefetch(
     keys: Any,
     query: Any,
     ids: jax.Array,
-    share: Share,
+    work: Work,
     rows: int,
     ahead: Any,
     ring: PageRing,
@@ -193,7 +193,7 @@ def _prefetch(
             row = Words.of(query) + (request * rows + thread) * (ring.row_bytes // 4)
             lanes.ptx("prefetch.global.L2 [$0];", Lane(row.pointer))
 
-    prefetch(keys, query, ids, share.request, share.steps, ahead)
+    prefetch(keys, query, ids, work.request, work.steps, ahead)
 
 
 def _keep_ids(page_ids: Any, ids: jax.Array, count: Any) -> None:
@@ -221,7 +221,7 @@ def _copy(keys: Any, scratch: dict[str, Any], count: Any, ring: PageRing) -> Non
     copy(keys, *(scratch[name] for name in names), count)
 
 
-def _read_first(table: Any, share: Share, steps: Any, ring: PageRing) -> jax.Array:
+def _read_first(table: Any, work: Work, steps: Any, ring: PageRing) -> jax.Array:
     """Lane j of a warp has the id of the warp's page in step j."""
     result = plgpu.ShapeDtypeStruct((SEGMENT_PAGES,), np.dtype(np.int32), PER_THREAD)
 
@@ -232,7 +232,7 @@ def _read_first(table: Any, share: Share, steps: Any, ring: PageRing) -> jax.Arr
         page = (first + step) * STEP_PAGES + warp_number()
         return per_thread(page_id_at(table, request, length, page, step < steps, ring))
 
-    return read(table, *share[:3], steps)
+    return read(table, *work[:3], steps)
 
 
 def _copy_first(keys: Any, scratch: dict[str, Any], first: Any, steps: Any, ring: PageRing) -> None:

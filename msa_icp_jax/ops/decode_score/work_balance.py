@@ -54,16 +54,16 @@ class Batch:
         return {"kept_lengths": plgpu.SMEM((round_up(self.requests, 4 * WARP),), jnp.int32)}
 
     def read_lengths(self, lengths: Any) -> list[jax.Array]:
-        """Starts to read the lengths, a ref of int32 [B], for `find_share`."""
+        """Starts to read the lengths, a ref of int32 [B], for `find_work`."""
         return _read_lengths(lengths, self)
 
     def keep_lengths(self, kept: Any, values: list[jax.Array]) -> None:
         """Keeps what `read_lengths` returned in shared memory; a barrier has to follow."""
         _keep_lengths(kept, values)
 
-    def find_share(self, values: list[jax.Array], grid: Grid) -> Share:
-        """This CTA's share of the batch among `grid`, from what `read_lengths` returned."""
-        return _find_share(values, self, grid)
+    def find_work(self, values: list[jax.Array], grid: Grid) -> Work:
+        """This CTA's work of the batch among `grid`, from what `read_lengths` returned."""
+        return _find_work(values, self, grid)
 
     def pages(self, length: Any) -> Any:
         """Pages of a request of `length` tokens (a traced scalar or array)."""
@@ -103,7 +103,7 @@ class Grid:
         return CONFIG.late_from * self.resident
 
 
-class Share(NamedTuple):
+class Work(NamedTuple):
     """A CTA's part: `steps` steps from step `first` of `request` on, running into later requests.
 
     `length` is the length of `request`, which is always one of the batch. With no steps the other
@@ -147,7 +147,7 @@ def _keep_lengths(kept: Any, values: list[jax.Array]) -> None:
     keep(kept, *values)
 
 
-def _find_share(lengths: list[jax.Array], batch: Batch, grid: Grid) -> Share:
+def _find_work(lengths: list[jax.Array], batch: Batch, grid: Grid) -> Work:
     scalar = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), _SCALAR)
 
     @plgpu.inline_mgpu(
@@ -156,18 +156,16 @@ def _find_share(lengths: list[jax.Array], batch: Batch, grid: Grid) -> Share:
     )
     def find(_: Any, cta: Any, *lengths: Any) -> Any:
         lane = lanes.thread() & (WARP - 1)
-        share = share_in_lanes(
-            [of_thread(x) for x in lengths], lanes.scalar(cta), lane, batch, grid
-        )
-        return tuple(_scalar_result(x) for x in share)
+        work = work_in_lanes([of_thread(x) for x in lengths], lanes.scalar(cta), lane, batch, grid)
+        return tuple(_scalar_result(x) for x in work)
 
-    return Share(*find(lax.axis_index(CTA), *lengths))
+    return Work(*find(lax.axis_index(CTA), *lengths))
 
 
-def share_in_lanes(
+def work_in_lanes(
     values: list[Lane], cta: Lane, lane: Lane, batch: Batch, grid: Grid
 ) -> tuple[Lane, Lane, Lane, Lane]:
-    """The fields of a CTA's `Share`, from lengths of requests (32 i + lane)."""
+    """The fields of a CTA's `Work`, from lengths of requests (32 i + lane)."""
     ends, total = step_ends(values, batch, lane)
     start, steps = _part(total, cta, grid)
     request, before, length = int32(0), int32(0), int32(0)

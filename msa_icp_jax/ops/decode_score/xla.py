@@ -31,7 +31,7 @@ def decode_scores(
 ) -> jax.Array:
     """Writes the columns of each request's pages, rounded up to four; see the public function."""
     decode_query_len = index_q.shape[0] // block_table.shape[0]
-    batch = _Batch.of(index_q, block_table, seq_lens, decode_query_len)
+    batch = _Requests.of(index_q, block_table, seq_lens, decode_query_len)
     requests, columns = block_table.shape[0], score_out.shape[2]
     queries = decode_query_len * NUM_HEADS
     step = _portable.columns_per_step(shard, requests, queries, columns, tuning)
@@ -84,7 +84,7 @@ def decode_scores(
     return lax.fori_loop(0, cdiv(ends[-1], at_once), body, score_out)
 
 
-class _Batch(NamedTuple):
+class _Requests(NamedTuple):
     """Decode requests, or parts of some.
 
     Attributes:
@@ -100,16 +100,16 @@ class _Batch(NamedTuple):
     @staticmethod
     def of(
         index_q: jax.Array, block_table: jax.Array, seq_lens: jax.Array, decode_query_len: int
-    ) -> _Batch:
+    ) -> _Requests:
         """A batch of whole requests."""
         query = index_q.reshape(-1, decode_query_len, *index_q.shape[1:])
-        return _Batch(query, block_table, jnp.maximum(seq_lens, 0))
+        return _Requests(query, block_table, jnp.maximum(seq_lens, 0))
 
-    def picked(self, request: jax.Array) -> _Batch:
+    def picked(self, request: jax.Array) -> _Requests:
         """The requests with these numbers, int32 [n]."""
         bits = lax.bitcast_convert_type(self.query, jnp.uint8)  # XLA on CPU cannot move float8
         query = lax.bitcast_convert_type(bits[request], self.query.dtype)
-        return _Batch(query, self.table[request], self.lengths[request])
+        return _Requests(query, self.table[request], self.lengths[request])
 
     def written(
         self, old: jax.Array, columns: jax.Array, shard: Shard, tuning: Tuning
