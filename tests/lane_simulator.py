@@ -88,6 +88,11 @@ class Words:
             (self + i).store(value)
 
 
+def running() -> np.ndarray:
+    """Which threads run what is simulated now."""
+    return _masks[-1]
+
+
 @contextlib.contextmanager
 def _when(condition: Lane) -> Iterator[None]:
     _masks.append(_masks[-1] & condition.value)
@@ -182,9 +187,11 @@ def _which_reach(values: Sequence[Lane], threshold: Lane) -> Lane:
     return _which_pass(values, Lane(low))
 
 
-def _copy(place: Words, source: Words, words: int, wanted: Lane | None = None) -> None:
+def _copy(
+    place: Words, source: Words, words: int, wanted: Lane | None = None, further: int = 0
+) -> None:
     with contextlib.nullcontext() if wanted is None else _when(wanted):
-        place.store_vector([(source + i).load() for i in range(words)])
+        (place + further).store_vector([(source + (further + i)).load() for i in range(words)])
 
 
 def _low_bits(number: Lane) -> Lane:
@@ -206,13 +213,13 @@ def simulate(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
         minimum=_minimum,
         minimum_or_nan=lambda a, b: a._with(b, np.minimum),
         maximum=_maximum,
+        maximum_of_negated=lambda a, b: _maximum(a, Lane(-b.value)),
         load_fresh=lambda place: place.load(),
         low_bits=_low_bits,
         popcount=_popcount,
         which_reach=_which_reach,
         which_pass=_which_pass,
-        copy_four=lambda place, source, wanted: _copy(place, source, 4, wanted),
-        copy_one=lambda place, source: _copy(place, source, 1),
+        copy=_copy,
         await_copies=lambda: None,
         when=_when,
         fresh=lambda x: x,
@@ -229,6 +236,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
         "Lane": Lane,
         "Words": Words,
         "f32": lambda: np.float32,
+        "i1": lambda: np.bool_,
         "i32": lambda: np.int32,
         "int32": lambda x: Lane(np.int32(x)),
         "maximum": _maximum,

@@ -19,8 +19,8 @@ from lane_simulator import Lane
 from msa_icp_jax.geometry import Forced
 from msa_icp_jax.ops._mosaic.launch import Target, ctas_per_sm
 from msa_icp_jax.ops.arguments import Candidates
+from msa_icp_jax.ops.select import eight_rows, long_rows, networks
 from msa_icp_jax.ops.select import kernel as select_kernel
-from msa_icp_jax.ops.select import long_rows, networks, paired_rows
 
 Array = npt.NDArray[Any]
 
@@ -140,17 +140,28 @@ def test_shares_cover_all_rows_once():
 
 @pytest.mark.parametrize(
     ("columns", "narrow", "short"),
-    [(64, True, False), (256, True, False), (255, False, False), (260, False, True)],
+    [(64, True, False), (256, True, False), (255, True, False), (260, False, True)],
 )
-def test_narrow_planes_go_two_lanes_a_row(columns, narrow, short):
+def test_narrow_planes_go_four_lanes_a_row(columns, narrow, short):
     team, ctas, direct = select_kernel._grid(4096, columns, Target(sms=132))
     facts = select_kernel.Select(4096, columns, 1, 0, 1, False, team, ctas, direct)
     assert (facts.narrow, facts.takes_short) == (narrow, short)
 
 
-def test_shared_memory_of_the_widest_narrow_plane_lets_three_ctas_share_an_sm():
-    shared = 4 * select_kernel.WARPS * paired_rows.warp_words(paired_rows.CAPACITY)
-    assert ctas_per_sm(-(-shared // 1024) * 1024) >= 3
+@pytest.mark.parametrize(
+    ("tokens", "columns", "warps", "ctas"),
+    [(8192, 64, 32, 132), (9000, 128, 32, 141), (700, 64, 4, 132), (2048, 128, 8, 132)],
+)
+def test_ctas_of_a_narrow_plane_fill_the_gpu(tokens, columns, warps, ctas):
+    grid = select_kernel._grid(tokens, columns, Target(sms=132))
+    facts = select_kernel.Select(tokens, columns, 1, 0, 1, False, *grid)
+    assert (facts.warps, facts.ctas) == (warps, ctas)
+    assert 4 * facts.warps * facts.warp_words <= 227 << 10
+
+
+def test_shared_memory_of_the_widest_narrow_plane_lets_five_ctas_share_an_sm():
+    shared = 4 * select_kernel.WARPS * eight_rows.warp_words(eight_rows.CAPACITY)
+    assert ctas_per_sm(-(-shared // 1024) * 1024) >= 5
 
 
 NARROW_CASES = [
@@ -169,6 +180,9 @@ NARROW_CASES = [
     (256, 1, -50, 1, 1, False),
     (200, 1, -(2**31) + 300, 1, 1, False),
     (200, 2, 2**31 - 1, 1, 1, True),
+    (203, 1, 0, 1, 2, False),  # rows are not 16-byte aligned
+    (33, 2, 1, 0, 1, False),
+    (1, 1, 0, 0, 1, False),
 ]
 
 
@@ -176,9 +190,6 @@ NARROW_CASES = [
 @pytest.mark.parametrize(("columns", "scale", "offset", "begin", "end", "tagged"), NARROW_CASES)
 def test_narrow_rows(monkeypatch, columns, scale, offset, begin, end, tagged, start, stop):
     """The program of a CTA of the narrow rows' way: what it stores, and that nothing else is."""
-    for module in (paired_rows, networks, long_rows, select_kernel):
-        lane_simulator.simulate(monkeypatch, module)
-    monkeypatch.setattr(select_kernel.Thread, "_in_loop", lambda self: self)
     rng = np.random.default_rng(columns + scale + start)
     tokens = 40
     scores = hard_rows.score_plane(tokens, columns, rng)
@@ -189,27 +200,73 @@ def test_narrow_rows(monkeypatch, columns, scale, offset, begin, end, tagged, st
     words = 32 if tagged else 33
     out = np.full((4, tokens + 2, *((32, 2) if tagged else (33,))), _UNTOUCHED, np.int32)
     tags = rng.integers(-(2**31), 2**31, (4, tokens)).astype(np.int32)
-    facts = select_kernel.Select(tokens, columns, scale, begin, end, tagged, 1, 4, False)
-    shared = np.full(select_kernel.WARPS * facts.warp_words, _UNTOUCHED, np.int32)
-    thread = select_kernel.Thread(
-        facts,
-        lane_simulator.Words(scores.reshape(-1)),
-        lane_simulator.Words(counts),
-        Lane(np.int32(offset)),
-        select_kernel.LocalRows(
-            lane_simulator.Words(out.reshape(-1)),
-            out.shape[1],
-            tokens,
-            [lane_simulator.Words(tags.reshape(-1))] if tagged else [],
-        ),
-        lane_simulator.Words(shared),
-    )
-    thread._select_narrow(Lane(np.int32(start)), Lane(np.int32(stop)))
+    facts = select_kernel.Select(tokens, columns, scale, begin, end, tagged, 1, 10, False)
+    left_open = select_narrow(monkeypatch, facts, scores, counts, offset, out, tags, start, stop)
 
     want = oracle.select(scores, counts, begin, end, index_scale=scale, index_offset=offset)
     found = out[..., 0] if tagged else out
+    for head, token in left_open:  # what is there means nothing
+        found[head, token] = want[head, token, :words]
     np.testing.assert_array_equal(found[:, start:stop], want[:, start:stop, :words])
+    assert len(left_open) <= (stop - start) // 4
+    assert offset < 0 or all(token % 2 for _, token in left_open)
     assert (np.delete(out, slice(start, stop), axis=1) == _UNTOUCHED).all()
     if tagged:
         carried = np.broadcast_to(tags[:, start:stop, None], found[:, start:stop].shape)
         np.testing.assert_array_equal(out[:, start:stop, :, 1], carried)
+
+
+@pytest.mark.parametrize(
+    ("name", "open_rows"), [("equal", 0), ("few above equal", 0), ("NaN", 0), ("crowded", 4)]
+)
+def test_narrow_rows_that_are_left_open(monkeypatch, name, open_rows):
+    """Ties at the bar are settled at once; best scores that crowd in few classes are not."""
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(3, 4, 256)).astype(np.float32)
+    special = np.zeros(256, np.float32)
+    special[:15] = {"few above equal": np.arange(1, 16), "NaN": np.nan}.get(name, 0)
+    if name == "crowded":
+        special[::8] = np.arange(32)
+        special[1::8] = np.arange(32)
+    scores[1] = special
+    counts = np.full(3, 256, np.int32)
+    out = np.full((4, 3, 33), _UNTOUCHED, np.int32)
+    facts = select_kernel.Select(3, 256, 1, 0, 1, False, 1, 1, False)
+    left_open = select_narrow(monkeypatch, facts, scores, counts, 0, out, counts, 0, 3)
+    assert left_open == {(head, 1) for head in range(open_rows)}
+    want = oracle.select(scores, counts, 0, 1)
+    closed = [0, 2] if open_rows else [0, 1, 2]
+    np.testing.assert_array_equal(out[:, closed], want[:, closed])
+
+
+def select_narrow(
+    monkeypatch: pytest.MonkeyPatch,
+    facts: select_kernel.Select,
+    scores: Array,
+    counts: Array,
+    offset: int,
+    out: Array,
+    tags: Array,
+    start: int,
+    stop: int,
+) -> set[tuple[int, int]]:
+    """Selects tokens [start, stop) into `out`; returns the rows (head, token) left open."""
+    for module in (eight_rows, networks, long_rows, select_kernel):
+        lane_simulator.simulate(monkeypatch, module)
+    left_open = set()
+
+    def note(_: Any, token: Lane, head: Lane, bounds: Any) -> None:
+        there = lane_simulator.running()
+        left_open.update(zip(head.value[there].tolist(), token.value[there].tolist(), strict=True))
+
+    monkeypatch.setattr(select_kernel.Thread, "_in_loop", lambda self: self)
+    monkeypatch.setattr(select_kernel.Thread, "_select_row", note)
+    words = lane_simulator.Words
+    shared = np.full(select_kernel.WARPS * facts.warp_words, _UNTOUCHED, np.int32)
+    memory_tags = [words(tags.reshape(-1))] if facts.tagged else []
+    rows = select_kernel.LocalRows(words(out.reshape(-1)), out.shape[1], facts.tokens, memory_tags)
+    plane = words(scores.reshape(-1))
+    where = Lane(np.int32(offset))
+    thread = select_kernel.Thread(facts, plane, words(counts), where, rows, words(shared))
+    thread._select_narrow(Lane(np.int32(start)), Lane(np.int32(stop)))
+    return left_open

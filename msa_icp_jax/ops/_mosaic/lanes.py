@@ -172,6 +172,12 @@ def minimum_or_nan(a: Lane, b: Lane) -> Lane:
     return Lane(arith.minimumf(a.value, b.value))
 
 
+def maximum_of_negated(a: Lane, b: Lane) -> Lane:
+    """The larger one of the floats a and -b, in one instruction; of a float and NaN the float."""
+    text = "{ .reg .f32 x; neg.f32 x, $2; max.f32 $0, $1, x; }"
+    return ptx(text, a, b, result=f32(), pure=True)
+
+
 def clip(x: Lane, low: Lane | int, high: Lane | int) -> Lane:
     return minimum(maximum(x, low), high)
 
@@ -462,16 +468,18 @@ def load_fresh(place: Words) -> Lane:
     return ptx("ld.relaxed.gpu.global.b32 $0, [$1];", Lane(place.pointer), result=i32())
 
 
-def copy_four(place: Words, source: Words, wanted: Lane) -> None:
-    """Starts copying 16 aligned bytes from global to shared memory where they are wanted."""
-    text = "@$2 cp.async.cg.shared.global [$0], [$1], 16;"
-    ptx(text, Lane(place.pointer), Lane(source.pointer), wanted)
+def copy(
+    place: Words, source: Words, words: int, wanted: Lane | None = None, further: int = 0
+) -> None:
+    """Starts copying 1 or 4 aligned words from global to shared memory (where they are wanted).
 
-
-def copy_one(place: Words, source: Words) -> None:
-    """Starts copying an element from global to shared memory."""
-    text = "cp.async.ca.shared.global [$0], [$1], 4;"
-    ptx(text, Lane(place.pointer), Lane(source.pointer))
+    They are `further` words beyond `source`, and come as far beyond `place`.
+    """
+    guard = "" if wanted is None else "@$2 "
+    cached = {1: "ca", 4: "cg"}[words]
+    addresses = f"[$0+{4 * further}], [$1+{4 * further}]"
+    text = f"{guard}cp.async.{cached}.shared.global {addresses}, {4 * words};"
+    ptx(text, Lane(place.pointer), Lane(source.pointer), *([] if wanted is None else [wanted]))
 
 
 def await_copies() -> None:

@@ -13,11 +13,13 @@ from msa_icp_jax import rows as candidate_rows
 from msa_icp_jax.geometry import NUM_HEADS
 from msa_icp_jax.ops._mosaic.launch import CTA, Target
 from msa_icp_jax.ops.select.kernel import Select, share_out
+from msa_icp_jax.ops.select.long_rows import WARPS
 
 
 def with_few_ctas(facts: Select, target: Target) -> Select:
-    """The facts of the same select on as many CTAs as are to be simulated."""
-    return dataclasses.replace(facts, ctas=min(facts.ctas, target.sms), direct=False)
+    """The facts of the same select on as many CTAs as are to be simulated, a warpgroup each."""
+    ctas = min(facts.ctas, target.sms)
+    return dataclasses.replace(facts, team=WARPS, ctas=ctas, direct=False)
 
 
 def select(

@@ -1,4 +1,4 @@
-"""Top16 select on Hopper: one launch, a warpgroup a CTA.
+"""Top16 select on Hopper: one launch.
 
 The tokens and the width of the plane say how the rows are shared out (`_grid`). Tokens are *few*
 where each can have an SM of its own.
@@ -7,13 +7,15 @@ where each can have an SM of its own.
 2. Few tokens of longer rows, and any number of tokens whose rows are too long for a warp: a CTA a
    row, which its four warps share.
 3. Many tokens of up to 2,048 columns: the CTAs that fit the GPU walk their shares of the tokens, a
-   warp a row; four tokens in turn whose rows are all short go a token a warp (`short_rows`).
-4. Many tokens of a narrow plane, up to 256 columns: as many CTAs as there are turns of a CTA, in
-   which each warp takes the sixteen rows of four tokens at once (`paired_rows`).
+   warp a row; four tokens in turn whose rows are all short go a token a warp (`short_rows`), if
+   rows are 16-byte aligned.
+4. Many tokens of a narrow plane, up to 256 columns: each warp takes the eight rows of two tokens at
+   once (`eight_rows`). Up to 128 columns a CTA has as many warps as an SM holds: the compiler then
+   keeps to the registers that they can have.
 
-Ways 3 and 4 take rows together only where those are 16-byte aligned. A single row, and one that
-way 3 leaves open (scores that tie for the last place, say), is selected by its warp, or by the four
-that share it, in the way for rows of any length and scores (`long_rows`).
+Otherwise a CTA is a warpgroup. A single row, and one that ways 3 and 4 leave open (scores that tie
+for the last place, say), is selected by its warp, or by the four that share it, in the way for rows
+of any length and scores (`long_rows`).
 
 With few tokens the way is *direct*: which row is whose is known at once, so a team reads the row's
 bounds while the kernel before this one still runs, and afterwards loads scores by that guess while
@@ -39,7 +41,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from msa_icp_jax.geometry import NUM_HEADS, TOPK, cdiv
+from msa_icp_jax.geometry import NUM_HEADS, TOPK, cdiv, round_up
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, f32, i32, int32, where
 from msa_icp_jax.ops._mosaic.launch import (
@@ -52,7 +54,7 @@ from msa_icp_jax.ops._mosaic.launch import (
 )
 from msa_icp_jax.ops._mosaic.peer_rows import Owners, PeerRows, Peers
 from msa_icp_jax.ops.arguments import Candidates
-from msa_icp_jax.ops.select import long_rows, paired_rows, short_rows
+from msa_icp_jax.ops.select import eight_rows, long_rows, short_rows
 from msa_icp_jax.ops.select.config import CONFIG
 from msa_icp_jax.ops.select.long_rows import (
     COLUMNS_AT,
@@ -67,7 +69,6 @@ from msa_icp_jax.ops.select.long_rows import (
 from msa_icp_jax.rows import READY, ROW_WORDS, TAGGED_WORDS
 
 _WARP = 32
-_CTA_TOKENS = paired_rows.TOKENS * WARPS  # of a narrow plane that are taken together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +103,8 @@ class Select:
 
     @property
     def narrow(self) -> bool:
-        """Whether a warp takes four tokens at a time."""
-        fits = self.columns <= paired_rows.CAPACITY and long_rows.vector_of(self.columns) > 1
-        return fits and self.team == 1 and not self.direct
+        """Whether a warp takes two tokens at a time."""
+        return self.columns <= eight_rows.CAPACITY and self.team == 1 and not self.direct
 
     @property
     def takes_short(self) -> bool:
@@ -112,9 +112,17 @@ class Select:
         return self.team == 1 and long_rows.vector_of(self.columns) > 1 and not self.narrow
 
     @property
+    def warps(self) -> int:
+        """Warps of a CTA: four, or as many as have tokens of a narrow plane to take at once."""
+        if not self.narrow:
+            return WARPS
+        of_cta = min(cdiv(self.tokens, self.ctas), _tokens_at_once(self.columns))
+        return round_up(cdiv(of_cta, eight_rows.TOKENS), WARPS)
+
+    @property
     def warp_words(self) -> int:
         """Words of shared memory of a warp."""
-        return paired_rows.warp_words(self.columns) if self.narrow else TEAM_WORDS
+        return max(eight_rows.warp_words(self.columns), TEAM_WORDS) if self.narrow else TEAM_WORDS
 
 
 def select_rows(
@@ -206,7 +214,8 @@ def _launch(
         name=name,
         grid=(facts.ctas,),
         out_type=out_type,
-        scratch_types={"shared": plgpu.SMEM((WARPS, facts.warp_words), jnp.int32)},
+        warpgroups=facts.warps // WARPS,
+        scratch_types={"shared": plgpu.SMEM((facts.warps, facts.warp_words), jnp.int32)},
     )
 
 
@@ -217,12 +226,23 @@ def _grid(tokens: int, columns: int, target: Target, single: bool = False) -> tu
         team, ctas = 1, tokens
     elif few or columns > CONFIG.warp_columns:
         team, ctas = WARPS, tokens * NUM_HEADS
-    elif columns > paired_rows.CAPACITY:
-        team, ctas = 1, min(tokens, target.sms * CONFIG.ctas_per_sm)
+    elif columns > eight_rows.CAPACITY:
+        team, ctas = 1, min(tokens, target.sms * _ctas_per_sm(columns))
     else:
-        at_once = _CTA_TOKENS if long_rows.vector_of(columns) > 1 else WARPS
+        at_once = _tokens_at_once(columns)
         team, ctas = 1, min(tokens, max(target.sms, cdiv(tokens, at_once)))
     return team, ctas, few
+
+
+def _ctas_per_sm(columns: int) -> int:
+    """CTAs that an SM holds at a time where a warp takes a row."""
+    return CONFIG.ctas_per_sm if columns <= CONFIG.usual_columns else CONFIG.wide_ctas_per_sm
+
+
+def _tokens_at_once(columns: int) -> int:
+    """Tokens of a narrow plane that a CTA takes together at most."""
+    full = columns <= CONFIG.full_columns
+    return eight_rows.TOKENS * (CONFIG.full_warps if full else WARPS)
 
 
 def _kernel(
@@ -344,7 +364,7 @@ def _select_inline(
 
 def _position(shared: Words, facts: Select) -> tuple[Lane, Lane, Words]:
     """This lane of its warp, the warp of the warpgroup, and their team's shared memory."""
-    thread = lanes.thread() & (WARPS * _WARP - 1)
+    thread = lanes.thread()
     # Read from lane 0, which tells the compiler that it is the same in the whole warp.
     warp = lanes.warp_from(thread >> 5, 0)
     lane = thread & (_WARP - 1)
@@ -472,40 +492,51 @@ class Thread:
         return inside
 
     def _select_narrow(self, start: Lane, stop: Lane) -> None:
-        """Rows of tokens [start, stop), a warp four tokens at a time."""
+        """Rows of tokens [start, stop), a warp two tokens at a time."""
 
-        def four_tokens(base: Lane) -> list[Lane]:
-            self._in_loop()._select_sixteen(base, stop)
+        def two_tokens(base: Lane) -> list[Lane]:
+            self._in_loop()._select_eight(base, stop)
             return []
 
-        first = start + self.warp * paired_rows.TOKENS
-        lanes.loop(first, stop, _CTA_TOKENS, [], four_tokens)
+        first = start + self.warp * eight_rows.TOKENS
+        lanes.loop(first, stop, eight_rows.TOKENS * self.facts.warps, [], two_tokens)
 
-    def _select_sixteen(self, base: Lane, stop: Lane) -> None:
-        """Selects the rows of up to four tokens, from `base` on but below `stop`, in this warp."""
-        token = base + (self.lane >> 3)
+    def _select_eight(self, base: Lane, stop: Lane) -> None:
+        """Selects the rows of two tokens, from `base` on but below `stop`, in this warp."""
+        token = base + (self.lane >> 4)
         live = token < stop
         (count,) = lanes.choose(
             live, [i32()], lambda: [(self.counts + token).load()], lambda: [int32(0)]
         )
         bounds = {name: where(live, x, 0) for name, x in vars(self._bounds(count)).items()}
-        first_row = base.to_i64() * NUM_HEADS
-        paired_rows.Rows(
+        tokens = lanes.minimum(stop - base, eight_rows.TOKENS)
+        left_open = eight_rows.Rows(
             **bounds,
-            scores=self.scores + first_row * self.facts.columns,
+            begin=self.facts.begin,
+            end=self.facts.end,
+            scores=self.scores + base.to_i64() * (NUM_HEADS * self.facts.columns),
             columns=self.facts.columns,
             ids=(self.facts.index_scale, self.offset),
             lane=self.lane,
             shared=self.shared,
         ).find_top16()
-        self._store_sixteen(base, lanes.minimum(stop - base, paired_rows.TOKENS))
-        lanes.warp_barrier()  # before the shared memory is used again
+        self._store_eight(base, tokens)
+        lanes.warp_barrier()  # before the shared memory is used again, and rows are stored anew
 
-    def _store_sixteen(self, base: Lane, tokens: Lane) -> None:
+        def one_row(left_open: Lane) -> list[Lane]:
+            lane = lanes.lowest_bit(left_open)
+            row = lane >> 2
+            bounds = self._bounds(lanes.warp_from(count, lane))
+            self._in_loop()._select_row(base + (row >> 2), row & 3, bounds)
+            return [left_open & ~(int32(15) << lane)]
+
+        lanes.repeat_while([left_open], lambda left_open: left_open.ne(0), one_row)
+
+    def _store_eight(self, base: Lane, tokens: Lane) -> None:
         """Stores the rows that the narrow rows' way has left in shared memory."""
-        head_words = paired_rows.TOKENS * ROW_WORDS
+        head_words = eight_rows.TOKENS * ROW_WORDS
         for head in range(NUM_HEADS):
-            found = self.shared + head * head_words
+            found = self.shared + (eight_rows.FOUND_AT + head * head_words)
             if self.facts.tagged:
 
                 def one_token(i: Lane, found: Words = found, head: int = head) -> list[Lane]:

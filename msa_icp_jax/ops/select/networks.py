@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 from msa_icp_jax.ops._mosaic import lanes
-from msa_icp_jax.ops._mosaic.lanes import Lane
+from msa_icp_jax.ops._mosaic.lanes import Lane, f32, i32
 
 
 def best_half(a: list[Lane], b: list[Lane]) -> list[Lane]:
@@ -36,6 +38,31 @@ def descending_of_bitonic(values: list[Lane]) -> list[Lane]:
                 _exchange(values, i, i + step)
         step //= 2
     return values
+
+
+def sixteenth_of_quad(values: list[Lane], lane: Lane) -> Lane:
+    """The 16th largest of the 32 values, none of them NaN, that four neighbouring lanes hold.
+
+    Each lane has 8, and each gets the answer. Odd lanes work on negated values, so that what is the
+    smaller half for them is a maximum, too.
+    """
+    negated = (lane & 1) << 31
+    mine = descending([(x.bits(i32()) ^ negated).bits(f32()) for x in values])
+    # Lanes 0 and 1 (2 and 3) become a descending list of 16, the latter's half upside down.
+    mine = descending_of_bitonic(_larger_half(mine, 1))
+    # Lanes 0 and 2 have each a half of the larger half of both lists.
+    least = functools.reduce(lanes.minimum, _larger_half(mine, 3))
+    least = lanes.minimum(least, _from_lane(least, 2))
+    return lanes.warp_from(least.bits(i32()), lane & -2).bits(f32())
+
+
+def _larger_half(mine: list[Lane], distance: int) -> list[Lane]:
+    """The larger ones of this lane's values and of another one's, which are negated."""
+    return [lanes.maximum_of_negated(x, _from_lane(x, distance)) for x in mine]
+
+
+def _from_lane(x: Lane, distance: int) -> Lane:
+    return lanes.warp_xor(x.bits(i32()), distance).bits(f32())
 
 
 def _exchange(values: list[Lane], i: int, j: int) -> None:
