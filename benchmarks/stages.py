@@ -34,7 +34,8 @@ from benchmarks.cases import (
     Prefill,
     Sharded,
 )
-from msa_icp_jax.geometry import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, TOPK, cdiv
+from msa_icp_jax.geometry import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, TOPK, Forced, cdiv
+from msa_icp_jax.ops.arguments import Shard
 from msa_icp_jax.ops.prefill_score import score_and_select
 from msa_icp_jax.rows import READY, ROW_WORDS
 
@@ -289,15 +290,21 @@ _FORCED = {"force_begin_blocks": INIT_BLOCKS, "force_end_blocks": LOCAL_BLOCKS}
 
 
 def _prefill_parts(case: Any, backend: str, precision: str) -> tuple[Part, ...]:
-    window: Arrays = {"rank": RANK, "tp": case.world_size, "enable_pdl": True}
-    window |= {"backend": backend, "precision": precision}
+    launched: Arrays = {"enable_pdl": True, "backend": backend, "precision": precision}
+    window: Arrays = {"rank": RANK, "tp": case.world_size, **launched}
 
     def score(*arrays: Any) -> Any:
         return msa.msa_icp_index_score_sharded(*arrays[:-1], max_score=arrays[-1], **window)
 
     def local(*arrays: Any) -> Any:
-        *inputs, scores, rows = arrays
-        return score_and_select(*inputs, rows, scores, columns=case.columns, **window, **_FORCED)
+        queries, keys, table, plan, counts, scores, rows = arrays
+        shard = Shard(keys, RANK, case.world_size, PAGE_SIZE)
+        return score_and_select(
+            *(queries, shard, table, plan, counts, rows, scores),
+            Forced(INIT_BLOCKS, LOCAL_BLOCKS),
+            columns=case.columns,
+            **launched,
+        )
 
     select = functools.partial(msa.msa_icp_topk_select_prefill, **_FORCED, backend=backend)
     fused = functools.partial(msa.msa_icp_prefill_score_select, **window, **_FORCED)

@@ -54,7 +54,7 @@ from msa_icp_jax.geometry import (
     IndexerGeometry,
     check_query_len,
 )
-from msa_icp_jax.ops.arguments import check_index_k
+from msa_icp_jax.ops.arguments import Shard, check_index_k
 from msa_icp_jax.ops.decode_score import (
     msa_icp_decode_index_score_sharded,
     msa_icp_decode_pool_bytes,
@@ -542,24 +542,21 @@ class MSAIcpIndexerPlan:
                 "score_scratch must be a float32 array of prefill_score_shape() when fused=False, "
                 "got None"
             )
+        geometry = self.geometry
+        layout = geometry.world_size, geometry.page_size, geometry.row_offset
         carrier, plane = score_and_select(
             query,
-            index_k,
+            Shard(index_k, self._rank(), *layout),
             block_table,
             window_plan,
             num_valid_pages,
             carrier_view,
             None if fused else score_scratch,
-            columns=self.geometry.score_columns,
-            rank=self._rank(),
-            tp=self.geometry.world_size,
-            compact=self.geometry.compact,
-            force_begin_blocks=self.geometry.init_blocks,
-            force_end_blocks=self.geometry.local_blocks,
+            geometry.forced,
+            columns=geometry.score_columns,
             enable_pdl=True,
             backend=self.backend,
             precision=self.precision,
-            row_offset=self.geometry.row_offset,
         )
         return carrier, score_scratch if fused else plane
 

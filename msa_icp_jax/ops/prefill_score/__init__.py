@@ -137,79 +137,64 @@ def msa_icp_prefill_score_select(
     Raises:
       TypeError, ValueError: an argument has the wrong dtype, shape or value.
     """
-    return score_and_select(
-        q,
-        k,
-        block_table,
-        plan,
-        num_valid_pages,
-        carrier,
-        None,
-        columns=_window_columns(plan, compact),
-        rank=rank,
-        tp=tp,
-        compact=compact,
-        force_begin_blocks=force_begin_blocks,
-        force_end_blocks=force_end_blocks,
-        enable_pdl=enable_pdl,
-        backend=backend,
-        precision=precision,
-        row_offset=row_offset,
-    )[0]
-
-
-def score_and_select(
-    q: jax.Array,
-    k: jax.Array,
-    block_table: jax.Array,
-    plan: MSAIcpScorePlan,
-    num_valid_pages: jax.Array,
-    carrier: jax.Array,
-    max_score: jax.Array | None,
-    *,
-    columns: int,
-    rank: int | jax.Array,
-    tp: int = 2,
-    compact: bool = False,
-    force_begin_blocks: int = 0,
-    force_end_blocks: int = 0,
-    enable_pdl: bool = False,
-    backend: Backend = "auto",
-    precision: Precision = "auto",
-    row_offset: int = 0,
-) -> tuple[jax.Array, jax.Array | None]:
-    """`msa_icp_prefill_score_select` on a plane that the selection alone reads.
-
-    Scores that are not candidates, or that the selection cannot choose, need not be in the plane.
-
-    Args:
-      max_score: float32 [>= T, 4, columns] to be written; None: a temporary plane, or in XLA none.
-      columns: the candidates are among the first of so many columns.
-      others: as for `msa_icp_prefill_score_select`.
-
-    Returns:
-      (carrier, max_score)
-    """
     shard = _check_inputs(q, k, block_table, plan, rank, tp, compact, row_offset)
     checks.flag("enable_pdl", enable_pdl)
     check_precision(precision)
-    plan = jax.tree.map(jnp.asarray, plan)  # a loop cannot index numpy leaves
     tokens = q.shape[0]
     checks.array("num_valid_pages", num_valid_pages, jnp.int32, tokens)
     checks.array("carrier", carrier, jnp.int32, NUM_HEADS, AtLeast(tokens), rows.ROW_WORDS)
     forced = geometry.check_forced(
         "force_begin_blocks", force_begin_blocks, "force_end_blocks", force_end_blocks
     )
-    if max_score is not None:
-        _check_plane("max_score", max_score, tokens)
-    stage = _stage(backend, precision, enable_pdl, plan, q, k, block_table, carrier)
+    return score_and_select(
+        *(q, shard, block_table, plan, num_valid_pages, carrier, None, forced),
+        columns=geometry.msa_icp_decode_score_columns(max(plan.max_seq_len, 1), shard.page_size),
+        enable_pdl=enable_pdl,
+        backend=backend,
+        precision=precision,
+    )[0]
+
+
+def score_and_select(
+    q: jax.Array,
+    shard: Shard,
+    block_table: jax.Array,
+    plan: MSAIcpScorePlan,
+    num_valid_pages: jax.Array,
+    carrier: jax.Array,
+    max_score: jax.Array | None,
+    forced: Forced,
+    *,
+    columns: int,
+    enable_pdl: bool,
+    backend: Backend,
+    precision: Precision,
+) -> tuple[jax.Array, jax.Array | None]:
+    """`msa_icp_prefill_score_select` on a plane that the selection alone reads.
+
+    Scores that are not candidates, or that the selection cannot choose, need not be in the plane.
+    Arguments are taken as checked.
+
+    Args:
+      shard: the keys.
+      max_score: float32 [>= T, 4, columns] to be written; None: a temporary plane, or in XLA none.
+      forced: blocks that always win.
+      columns: the candidates are among the first of so many columns.
+      others: as for `msa_icp_prefill_score_select`.
+
+    Returns:
+      (carrier, max_score)
+    """
+    plan = jax.tree.map(jnp.asarray, plan)  # a loop cannot index numpy leaves
+    tokens = q.shape[0]
+    stage = _stage(backend, precision, enable_pdl, plan, q, shard.index_k, block_table, carrier)
     if tokens == 0:
         return carrier, max_score
     if plan.num_segments == 0:
         empty = rows.empty_rows(NUM_HEADS, tokens)
         cleared = None if max_score is None else _clear(max_score, tokens)
         return lax.dynamic_update_slice(carrier, empty, (0, 0, 0)), cleared
-    columns = min(columns, _all_columns(compact))
+    columns = min(columns, geometry.MAX_BLOCKS // geometry.column_scale(shard.page_size))
     if stage.prefill_rows is not None and max_score is None:
         carrier = stage.prefill_rows(
             q, shard, block_table, plan, num_valid_pages, carrier, forced, columns=columns
@@ -256,18 +241,6 @@ def msa_icp_prefill_pool_bytes(
     checks.device("device", device)
     num_heads = geometry.check_num_heads("num_heads", num_heads)
     return total_q * num_heads * geometry.TOPK * 8
-
-
-def _window_columns(plan: MSAIcpScorePlan, compact: bool) -> int:
-    """Columns of the longest context that the window's bounds allow."""
-    if not isinstance(plan, MSAIcpScorePlan):
-        return _all_columns(compact)  # refused by name later on
-    return geometry.msa_icp_decode_score_columns(max(plan.max_seq_len, 1), page_size(compact))
-
-
-def _all_columns(compact: bool) -> int:
-    """Columns of the blocks that can be candidates."""
-    return geometry.MAX_BLOCKS // geometry.column_scale(page_size(compact))
 
 
 def page_size(compact: bool) -> int:
