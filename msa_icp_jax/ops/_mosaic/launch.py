@@ -143,12 +143,12 @@ def scalar_operand(x: Any) -> jax.Array:
     return jnp.asarray(x, jnp.int32).reshape(1)
 
 
-def writable(buffer: jax.Array) -> Any:
+def writable(buffer: jax.Array) -> jax.Ref:
     """A ref that a kernel writes in place: into `buffer` itself where the caller donates it."""
     return jax.new_ref(_whole(buffer))
 
 
-def written(ref: Any) -> jax.Array:
+def written(ref: jax.Ref) -> jax.Array:
     """The buffer of a ref from `writable`, after the kernels that write it."""
     return _whole(jax.freeze(ref))
 

@@ -23,11 +23,11 @@ class InterpretedBatch(Batch):
     """Lengths are read as one array."""
 
     @override
-    def read_lengths(self, lengths: Any) -> list[jax.Array]:
+    def read_lengths(self, lengths: jax.Ref) -> list[jax.Array]:
         return [lengths[...]]
 
     @override
-    def keep_lengths(self, kept: Any, values: list[jax.Array]) -> None:
+    def keep_lengths(self, kept: jax.Ref, values: list[jax.Array]) -> None:
         kept[pl.ds(0, self.requests)] = values[0]
 
     @override
@@ -72,11 +72,11 @@ class InterpretedRing(PageRing):
         }
 
     @override
-    def start(self, arrived: Any) -> None:
+    def start(self, arrived: jax.Ref) -> None:
         """Barriers are ready."""
 
     @override
-    def read_ids(self, table: Any, work: Work) -> jax.Array:
+    def read_ids(self, table: jax.Ref, work: Work) -> jax.Array:
         row = table[jnp.clip(work.request, 0, self.batch.requests - 1)]
         page = work.first * STEP_PAGES + jnp.arange(SEGMENT_PAGES)
         ids = row[jnp.clip(page, 0, self.width - 1)]
@@ -86,29 +86,31 @@ class InterpretedRing(PageRing):
 
     @override
     def prefetch(
-        self, keys: Any, query: Any, ids: jax.Array, work: Work, rows: int, steps: Any
+        self, keys: jax.Ref, query: jax.Ref, ids: jax.Array, work: Work, rows: int, steps: jax.Array
     ) -> None:
         """There is no cache."""
 
     @override
-    def keep_ids(self, page_ids: Any, ids: jax.Array, count: Any) -> None:
+    def keep_ids(self, page_ids: jax.Ref, ids: jax.Array, count: jax.Array) -> None:
         at = (count * STEP_PAGES + jnp.arange(SEGMENT_PAGES)) % KEPT_IDS
         page_ids[...] = page_ids[...].at[at].set(ids)
 
     @override
-    def read_first(self, table: Any, work: Work, steps: Any) -> Any:
+    def read_first(self, table: jax.Ref, work: Work, steps: jax.Array) -> Any:
         """Nothing, for `copy_first` copies nothing."""
 
     @override
-    def copy_first(self, keys: Any, scratch: dict[str, Any], first: Any, steps: Any) -> Any:
+    def copy_first(
+        self, keys: jax.Ref, scratch: dict[str, Any], first: jax.Array, steps: jax.Array
+    ) -> Any:
         return jnp.int32(0)
 
     @override
-    def drop_first(self, arrived: Any, steps: Any) -> None:
+    def drop_first(self, arrived: jax.Ref, steps: jax.Array) -> None:
         """There is nothing to drop."""
 
     @override
-    def copy(self, keys: Any, scratch: dict[str, Any], count: Any) -> None:
+    def copy(self, keys: jax.Ref, scratch: dict[str, Any], count: jax.Array) -> None:
         slot = lax.rem(count, self.stages)
         plgpu.commit_smem()  # the reads of the slot's former pages come before these writes
         ids = pages_of_step(scratch["page_ids"], count)
@@ -120,7 +122,7 @@ class InterpretedRing(PageRing):
             )
 
 
-def pages_of_step(page_ids: Any, count: Any) -> Any:
+def pages_of_step(page_ids: jax.Ref, count: jax.Array) -> jax.Array:
     """The four ids of a step, -1 where no key is visible."""
     return page_ids[pl.ds(lax.rem(count * STEP_PAGES, KEPT_IDS), STEP_PAGES)]
 
@@ -136,11 +138,11 @@ class InterpretedScorer(Scorer):
         }
 
     @override
-    def read_queries(self, query: Any, request: Any) -> list[jax.Array]:
+    def read_queries(self, query: jax.Ref, request: jax.Array) -> list[jax.Array]:
         return [query[pl.ds(request * self.tokens, self.tokens)]]
 
     @override
-    def keep_queries(self, queries: Any, words: list[jax.Array]) -> None:
+    def keep_queries(self, queries: jax.Ref, words: list[jax.Array]) -> None:
         (tokens,) = words
         queries[...] = tokens.reshape(self.query_rows, HEAD_DIM).astype(jnp.float32)
 
@@ -160,7 +162,7 @@ class InterpretedScorer(Scorer):
         scratch["found"][:, pl.ds(step.number * STEP_PAGES, STEP_PAGES)] = best
 
     @override
-    def write_scores(self, found: Any, scores: Any, work: Work, steps: Any) -> None:
+    def write_scores(self, found: jax.Ref, scores: jax.Ref, work: Work, steps: jax.Array) -> None:
         @pl.loop(0, steps)
         def _(step: Any) -> None:
             values = found[:, pl.ds(step * STEP_PAGES, STEP_PAGES)]

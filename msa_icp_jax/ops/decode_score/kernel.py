@@ -159,12 +159,12 @@ def _select_fits(batch: Batch, grid: Grid, used: int, tokens: int, target: Targe
 
 
 def _kernel(
-    query: Any,
-    keys: Any,
-    table: Any,
-    lengths: Any,
-    rank: Any,
-    scores: Any,
+    query: jax.Ref,
+    keys: jax.Ref,
+    table: jax.Ref,
+    lengths: jax.Ref,
+    rank: jax.Ref,
+    scores: jax.Ref,
     *,
     scorer: Scorer,
     grid: Grid,
@@ -212,7 +212,7 @@ def _kernel(
         room = scorer.room(work.first, work.length, this_rank)
 
         @pl.loop(0, steps)
-        def _(number: Any) -> None:
+        def _(number: jax.Array) -> None:
             ahead = number + ring.stages
             if pdl and not early:
                 # When all copies are under way: earlier, the next kernel would be in the way.
@@ -245,9 +245,9 @@ class _State(NamedTuple):
     """
 
     work: Work
-    done: Any
-    copied: Any
-    request: Any
+    done: jax.Array
+    copied: jax.Array
+    request: jax.Array
 
 
 def _segment_steps(work: Work, batch: Batch) -> Any:
@@ -257,11 +257,11 @@ def _segment_steps(work: Work, batch: Batch) -> Any:
 
 
 def _start(
-    query: Any,
-    keys: Any,
-    table: Any,
-    lengths: Any,
-    rank: Any,
+    query: jax.Ref,
+    keys: jax.Ref,
+    table: jax.Ref,
+    lengths: jax.Ref,
+    rank: jax.Ref,
     scratch: dict[str, Any],
     scorer: Scorer,
     grid: Grid,
@@ -277,7 +277,7 @@ def _start(
 
 
 def _keep_first(
-    query: Any, table: Any, scratch: dict[str, Any], work: Work, scorer: Scorer
+    query: jax.Ref, table: jax.Ref, scratch: dict[str, Any], work: Work, scorer: Scorer
 ) -> None:
     """Reads and keeps the first page ids and queries of a CTA's work."""
     ids, words = scorer.ring.read_ids(table, work), scorer.read_queries(query, work.request)
@@ -286,11 +286,11 @@ def _keep_first(
 
 
 def _start_dependent(
-    query: Any,
-    keys: Any,
-    table: Any,
-    lengths: Any,
-    rank: Any,
+    query: jax.Ref,
+    keys: jax.Ref,
+    table: jax.Ref,
+    lengths: jax.Ref,
+    rank: jax.Ref,
     scratch: dict[str, Any],
     scorer: Scorer,
     grid: Grid,
@@ -343,13 +343,13 @@ def _start_dependent(
     return _State(work, jnp.int32(0), copied, work.request), this_rank
 
 
-def _after(work: Work, steps: Any, lengths: Any, batch: Batch) -> Work:
+def _after(work: Work, steps: jax.Array, lengths: jax.Ref, batch: Batch) -> Work:
     """What is left of a CTA's work after `steps` steps of its first request."""
     first, left = work.first + steps, work.steps - steps
     ended = first >= batch.steps(work.length)
 
     def next_request() -> Work:
-        def empty(request: Any) -> Any:
+        def empty(request: jax.Array) -> Any:
             return (batch.steps(lengths[request]) == 0) & (request < batch.requests - 1)
 
         request = jnp.minimum(work.request + 1, batch.requests - 1)

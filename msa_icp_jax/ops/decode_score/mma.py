@@ -64,7 +64,7 @@ _MMA = (
 
 
 class Step(NamedTuple):
-    """One step, as scalars.
+    """One step, as scalars: traced ones, or lanes in inline code.
 
     Attributes:
       number: its number in the segment; its scores go to these four columns of `found`.
@@ -124,15 +124,15 @@ class Scorer:
             "found": plgpu.SMEM((self.query_rows, SEGMENT_PAGES), jnp.float32),
         }
 
-    def read_queries(self, query: Any, request: Any) -> list[jax.Array]:
+    def read_queries(self, query: jax.Ref, request: jax.Array) -> list[jax.Array]:
         """Starts to read a request's query rows, for `keep_queries`."""
         return _read_queries(query, request, self)
 
-    def keep_queries(self, queries: Any, words: list[jax.Array]) -> None:
+    def keep_queries(self, queries: jax.Ref, words: list[jax.Array]) -> None:
         """Puts what `read_queries` returned into `queries`; a barrier has to follow."""
         _keep_queries(queries, words, self)
 
-    def room(self, first: Any, length: Any, rank: Any) -> Any:
+    def room(self, first: jax.Array, length: jax.Array, rank: jax.Array) -> jax.Array:
         """See `Step`: of a segment that begins at step `first` of a request of `length` tokens."""
         start = first * (STEP_PAGES * self.ring.batch.page_size) + rank * self.ring.rows
         return length - self.tokens - start
@@ -141,7 +141,7 @@ class Scorer:
         """Waits for a step's pages and puts their scores into columns ``4 step.number ..``."""
         _score(scratch, step, self)
 
-    def write_scores(self, found: Any, scores: Any, work: Work, steps: Any) -> None:
+    def write_scores(self, found: jax.Ref, scores: jax.Ref, work: Work, steps: jax.Array) -> None:
         """Writes a segment's scores: ``4 steps`` columns from column ``4 work.first`` on."""
         _write_scores(found, scores, work.request, work.first * STEP_PAGES, steps, self)
 
@@ -159,7 +159,7 @@ def _pieces(scorer: Scorer) -> int:
     return max(1, scorer.tiles * _TILE * scorer.row_pieces // _THREADS)
 
 
-def _read_queries(query: Any, request: Any, scorer: Scorer) -> list[jax.Array]:
+def _read_queries(query: jax.Ref, request: jax.Array, scorer: Scorer) -> list[jax.Array]:
     result = plgpu.ShapeDtypeStruct((_THREADS,), np.dtype(np.int32), PER_THREAD)
     pieces, rows = _pieces(scorer), scorer.query_rows
 
@@ -178,7 +178,7 @@ def _read_queries(query: Any, request: Any, scorer: Scorer) -> list[jax.Array]:
     return list(read(query, request))
 
 
-def _keep_queries(queries: Any, words: list[jax.Array], scorer: Scorer) -> None:
+def _keep_queries(queries: jax.Ref, words: list[jax.Array], scorer: Scorer) -> None:
     """Piece p of a row: `piece_steps` steps of lane p % 4, from ``piece_steps (p // 4)`` on."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[PER_THREAD] * len(words)))
@@ -231,7 +231,12 @@ def _score(scratch: dict[str, Any], step: Step, scorer: Scorer) -> None:
 
 
 def _write_scores(
-    found: Any, scores: Any, request: Any, column: Any, steps: Any, scorer: Scorer
+    found: jax.Ref,
+    scores: jax.Ref,
+    request: jax.Array,
+    column: jax.Array,
+    steps: jax.Array,
+    scorer: Scorer,
 ) -> None:
     """A warp a head; a lane four columns, which makes 128 of the 32."""
     columns = scorer.ring.batch.columns

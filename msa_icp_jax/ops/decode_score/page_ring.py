@@ -95,11 +95,11 @@ class PageRing:
             "page_ids": plgpu.SMEM((KEPT_IDS,), jnp.int32),
         }
 
-    def start(self, arrived: Any) -> None:
+    def start(self, arrived: jax.Ref) -> None:
         """Makes the barriers ready; once, before anything else."""
         _start(arrived, self)
 
-    def read_ids(self, table: Any, work: Work) -> jax.Array:
+    def read_ids(self, table: jax.Ref, work: Work) -> jax.Array:
         """Ids of the next pages of the work's first request, -1 where no key is visible.
 
         int32 [128], entry j for page ``4 work.first + j``. Nothing is read past the request's
@@ -108,23 +108,25 @@ class PageRing:
         return _read_ids(table, work, self)
 
     def prefetch(
-        self, keys: Any, query: Any, ids: jax.Array, work: Work, rows: int, steps: Any
+        self, keys: jax.Ref, query: jax.Ref, ids: jax.Array, work: Work, rows: int, steps: jax.Array
     ) -> None:
         """Asks the second-level cache for the pages of `steps` steps and the `rows` query rows."""
         _prefetch(keys, query, ids, work, rows, steps, self)
 
-    def keep_ids(self, page_ids: Any, ids: jax.Array, count: Any) -> None:
+    def keep_ids(self, page_ids: jax.Ref, ids: jax.Array, count: jax.Array) -> None:
         """Keeps what `read_ids` returned for the CTA's steps from number `count` on.
 
         A barrier has to follow. Steps are numbered from 0; ids are overwritten 64 steps later.
         """
         _keep_ids(page_ids, ids, count)
 
-    def read_first(self, table: Any, work: Work, steps: Any) -> Any:
+    def read_first(self, table: jax.Ref, work: Work, steps: jax.Array) -> Any:
         """Starts to read the ids of the first `steps` steps for `copy_first`."""
         return _read_first(table, work, steps, self)
 
-    def copy_first(self, keys: Any, scratch: dict[str, Any], first: Any, steps: Any) -> Any:
+    def copy_first(
+        self, keys: jax.Ref, scratch: dict[str, Any], first: jax.Array, steps: jax.Array
+    ) -> Any:
         """Starts the copies of steps 0 upwards by what `read_first` returned.
 
         Returns how many steps are under way.
@@ -132,16 +134,16 @@ class PageRing:
         _copy_first(keys, scratch, first, steps, self)
         return steps
 
-    def drop_first(self, arrived: Any, steps: Any) -> None:
+    def drop_first(self, arrived: jax.Ref, steps: jax.Array) -> None:
         """Waits for the `steps` steps that `copy_first` started in this warp; all is as before."""
         _drop_first(arrived, steps, self)
 
-    def copy(self, keys: Any, scratch: dict[str, Any], count: Any) -> None:
+    def copy(self, keys: jax.Ref, scratch: dict[str, Any], count: jax.Array) -> None:
         """Starts the copies of step `count`; the pages of step ``count - stages`` are done with."""
         _copy(keys, scratch, count, self)
 
 
-def _start(arrived: Any, ring: PageRing) -> None:
+def _start(arrived: jax.Ref, ring: PageRing) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def start(_: Any, arrived: Any) -> None:
         with when((lanes.thread() & (WARP - 1)).eq(0)):
@@ -157,7 +159,7 @@ def _make_barriers(arrived: Any, ring: PageRing) -> None:
     lanes.ptx("fence.mbarrier_init.release.cluster;")
 
 
-def _read_ids(table: Any, work: Work, ring: PageRing) -> jax.Array:
+def _read_ids(table: jax.Ref, work: Work, ring: PageRing) -> jax.Array:
     result = plgpu.ShapeDtypeStruct((SEGMENT_PAGES,), np.dtype(np.int32), PER_THREAD)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[_SCALAR] * 4), return_type=result)
@@ -170,12 +172,12 @@ def _read_ids(table: Any, work: Work, ring: PageRing) -> jax.Array:
 
 
 def _prefetch(
-    keys: Any,
-    query: Any,
+    keys: jax.Ref,
+    query: jax.Ref,
     ids: jax.Array,
     work: Work,
     rows: int,
-    ahead: Any,
+    ahead: jax.Array,
     ring: PageRing,
 ) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), PER_THREAD, *[_SCALAR] * 3))
@@ -196,7 +198,7 @@ def _prefetch(
     prefetch(keys, query, ids, work.request, work.steps, ahead)
 
 
-def _keep_ids(page_ids: Any, ids: jax.Array, count: Any) -> None:
+def _keep_ids(page_ids: jax.Ref, ids: jax.Array, count: jax.Array) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, _SCALAR))
     def keep(_: Any, page_ids: Any, ids: Any, count: Any) -> None:
         at = lanes.scalar(count) * STEP_PAGES + lanes.thread()
@@ -205,7 +207,7 @@ def _keep_ids(page_ids: Any, ids: jax.Array, count: Any) -> None:
     keep(page_ids, ids, count)
 
 
-def _copy(keys: Any, scratch: dict[str, Any], count: Any, ring: PageRing) -> None:
+def _copy(keys: jax.Ref, scratch: dict[str, Any], count: jax.Array, ring: PageRing) -> None:
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, _SCALAR))
     def copy(_: Any, keys: Any, slots: Any, arrived: Any, page_ids: Any, count: Any) -> None:
         count = lanes.scalar(count)
@@ -221,7 +223,7 @@ def _copy(keys: Any, scratch: dict[str, Any], count: Any, ring: PageRing) -> Non
     copy(keys, *(scratch[name] for name in names), count)
 
 
-def _read_first(table: Any, work: Work, steps: Any, ring: PageRing) -> jax.Array:
+def _read_first(table: jax.Ref, work: Work, steps: jax.Array, ring: PageRing) -> jax.Array:
     """Lane j of a warp has the id of the warp's page in step j."""
     result = plgpu.ShapeDtypeStruct((SEGMENT_PAGES,), np.dtype(np.int32), PER_THREAD)
 
@@ -235,7 +237,9 @@ def _read_first(table: Any, work: Work, steps: Any, ring: PageRing) -> jax.Array
     return read(table, *work[:3], steps)
 
 
-def _copy_first(keys: Any, scratch: dict[str, Any], first: Any, steps: Any, ring: PageRing) -> None:
+def _copy_first(
+    keys: jax.Ref, scratch: dict[str, Any], first: jax.Array, steps: jax.Array, ring: PageRing
+) -> None:
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 3, PER_THREAD, _SCALAR))
     def copy(_: Any, keys: Any, slots: Any, arrived: Any, first: Any, steps: Any) -> None:
         step = lanes.thread() & (WARP - 1)
@@ -246,7 +250,7 @@ def _copy_first(keys: Any, scratch: dict[str, Any], first: Any, steps: Any, ring
     copy(keys, scratch["slots"], scratch["arrived"], first, steps)
 
 
-def _drop_first(arrived: Any, steps: Any, ring: PageRing) -> None:
+def _drop_first(arrived: jax.Ref, steps: jax.Array, ring: PageRing) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))
     def drop(_: Any, arrived: Any, steps: Any) -> None:
         for stage in range(ring.stages):

@@ -53,11 +53,11 @@ class Batch:
         """Shared memory of a CTA: the lengths."""
         return {"kept_lengths": plgpu.SMEM((round_up(self.requests, 4 * WARP),), jnp.int32)}
 
-    def read_lengths(self, lengths: Any) -> list[jax.Array]:
+    def read_lengths(self, lengths: jax.Ref) -> list[jax.Array]:
         """Starts to read the lengths, a ref of int32 [B], for `find_work`."""
         return _read_lengths(lengths, self)
 
-    def keep_lengths(self, kept: Any, values: list[jax.Array]) -> None:
+    def keep_lengths(self, kept: jax.Ref, values: list[jax.Array]) -> None:
         """Keeps what `read_lengths` returned in shared memory; a barrier has to follow."""
         _keep_lengths(kept, values)
 
@@ -65,13 +65,13 @@ class Batch:
         """This CTA's work of the batch among `grid`, from what `read_lengths` returned."""
         return _find_work(values, self, grid)
 
-    def pages(self, length: Any) -> Any:
+    def pages(self, length: jax.Array) -> Any:
         """Pages of a request of `length` tokens (a traced scalar or array)."""
         shift = self.page_size.bit_length() - 1
         # (length - 1 >> shift) + 1 is the ceiling without overflow at any int32 length.
         return jnp.minimum((jnp.maximum(length, 0) - 1 >> shift) + 1, self.columns)
 
-    def steps(self, length: Any) -> Any:
+    def steps(self, length: jax.Array) -> Any:
         """Steps of a request of `length` tokens."""
         return self.pages(length) + STEP_PAGES - 1 >> 2
 
@@ -110,13 +110,13 @@ class Work(NamedTuple):
     fields mean nothing.
     """
 
-    request: Any
-    length: Any
-    first: Any
-    steps: Any
+    request: jax.Array
+    length: jax.Array
+    first: jax.Array
+    steps: jax.Array
 
 
-def _read_lengths(lengths: Any, batch: Batch) -> list[jax.Array]:
+def _read_lengths(lengths: jax.Ref, batch: Batch) -> list[jax.Array]:
     """All lengths in every warp, 32 an array, 0 past the last."""
     chunks = range(0, batch.requests, WARP)
     result = plgpu.ShapeDtypeStruct((4 * WARP,), np.dtype(np.int32), PER_THREAD)
@@ -134,7 +134,7 @@ def _read_lengths(lengths: Any, batch: Batch) -> list[jax.Array]:
     return list(read(lengths))
 
 
-def _keep_lengths(kept: Any, values: list[jax.Array]) -> None:
+def _keep_lengths(kept: jax.Ref, values: list[jax.Array]) -> None:
     """Every warp has all of them: warp w stores array w, w + 4 and so on."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[PER_THREAD] * len(values)))
