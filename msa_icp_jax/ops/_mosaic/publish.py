@@ -55,13 +55,13 @@ def publish_rows(rows: jax.Array, peers: Peers, counters: jax.Array, launch: Lau
 
 
 def _kernel(
-    rows: Any,
-    bases: Any,
-    rank: Any,
-    slot: Any,
-    counters: Any,
+    rows: jax.Ref,
+    bases: jax.Ref,
+    rank: jax.Ref,
+    slot: jax.Ref,
+    counters: jax.Ref,
     *,
-    shared: Any,
+    shared: jax.Ref,
     owners: Owners,
     tokens: int,
     pdl: bool,

@@ -93,7 +93,7 @@ def write_rows(
     return written(cache)
 
 
-def _kernel(new_k: Any, slots: Any, rank: Any, cache: Any, *, facts: Write) -> None:
+def _kernel(new_k: jax.Ref, slots: jax.Ref, rank: jax.Ref, cache: jax.Ref, *, facts: Write) -> None:
     """A CTA copies the keys of `at_once` tokens, 16 bytes a thread."""
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, plgpu.Layout.WG_SPLAT))

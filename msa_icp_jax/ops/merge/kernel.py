@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -207,12 +208,11 @@ def merge_arriving_rows(
         spin_limit=spin_limit,
         capacity=recv.shape[3],
     )
-    others: list[Any] = [scalar_operand(slot)]
-    if expected_generations is not None:
-        others.append(writable(expected_generations))
+    counters = [] if expected_generations is None else [writable(expected_generations)]
+    others = [scalar_operand(slot), *counters]
     output, recv, grown = _merge(facts, recv, num_valid_pages, others, output, errors, launch)
     assert grown is not None  # as they came
-    advanced = None if expected_generations is None else written(others[1])
+    advanced = written(counters[0]) if counters else None
     return output, recv, grown, advanced
 
 
@@ -286,7 +286,7 @@ def _merge(
     facts: Merge,
     recv: jax.Array,
     num_valid_pages: jax.Array,
-    others: list[Any],
+    others: Sequence[Any],
     output: jax.Array | None,
     errors: jax.Array | None,
     launch: Launch,
@@ -305,8 +305,7 @@ def _merge(
         ctas = min(ctas, launch.target.sms)
         body = functools.partial(interpret.merge, facts=facts, ctas=ctas)
         count = None if errors is None else interpret.no_faults(facts)
-    writes_recv = facts.clears and not facts.by_address
-    received: Any = writable(recv) if writes_recv else recv
+    received = [writable(recv)] if facts.clears and not facts.by_address else []
     faults = [] if count is None else [writable(count)]
     fresh = jax.ShapeDtypeStruct((facts.tokens, facts.heads, TOPK), jnp.int32)
     into = [] if output is None else [writable(output)]
@@ -316,22 +315,22 @@ def _merge(
         grid=(ctas,),
         out_type=() if into else fresh,
         scratch_types={"shared": plgpu.SMEM((_WARPS, _TEAM_WORDS), jnp.int32)},
-    )(received, num_valid_pages, *others, *faults, *into)
+    )(received[0] if received else recv, num_valid_pages, *others, *faults, *into)
     if errors is not None:
         count = written(faults[0])
         errors = errors + count.sum(dtype=jnp.int32) if launch.target.interpret else count
     return (
         written(into[0]) if into else found,
-        written(received) if writes_recv else recv,
+        written(received[0]) if received else recv,
         errors,
     )
 
 
 def _kernel(
-    recv: Any,
-    counts: Any,
-    *others: Any,
-    shared: Any,
+    recv: jax.Ref,
+    counts: jax.Ref,
+    *others: jax.Ref,
+    shared: jax.Ref,
     facts: Merge,
     pdl: bool,
 ) -> None:
@@ -344,13 +343,13 @@ def _kernel(
 
 
 def _merge_inline(
-    recv: Any,
-    counts: Any,
-    others: list[Any],
-    output: Any,
-    faults: Any,
-    shared: Any,
-    turn: Any,
+    recv: jax.Ref,
+    counts: jax.Ref,
+    others: list[jax.Ref],
+    output: jax.Ref,
+    faults: jax.Ref | None,
+    shared: jax.Ref,
+    turn: jax.Array,
     facts: Merge,
 ) -> None:
     refs = [recv, counts, output, shared, *others, *([faults] if facts.lasts else [])]
@@ -367,7 +366,7 @@ def _merge_inline(
             slot = slot * (facts.heads * facts.capacity)
             recv = recv + slot * (facts.sources * facts.row_words)
             tags = [counters + slot for counters in tags[-1:]]
-        _Team(facts).merge(recv, counts, tags, output, faults, shared, lanes.scalar(turn))
+        _Thread(facts).merge(recv, counts, tags, output, faults, shared, lanes.scalar(turn))
 
     merge(*refs, turn)
 
@@ -382,7 +381,7 @@ class _Candidate:
     failed: Lane  # whether its row did not arrive (tagged: its own two words)
 
 
-class _Team:
+class _Thread:
     """The program of one thread.
 
     In a warpgroup the `parts` threads of an entry lie side by side and compare it with every
