@@ -187,6 +187,11 @@ def _which_reach(values: Sequence[Lane], threshold: Lane) -> Lane:
     return _which_pass(values, Lane(low))
 
 
+def _store_where(place: Words, value: Lane, wanted: Lane) -> None:
+    with _when(wanted):
+        place.store(value)
+
+
 def _copy(
     place: Words, source: Words, words: int, wanted: Lane | None = None, further: int = 0
 ) -> None:
@@ -219,6 +224,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
         popcount=_popcount,
         which_reach=_which_reach,
         which_pass=_which_pass,
+        store_where=_store_where,
         copy=_copy,
         await_copies=lambda: None,
         when=_when,

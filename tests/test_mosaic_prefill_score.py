@@ -263,7 +263,7 @@ QUICK_WINDOW = Window([5, 4], [6000, 0], [6005, 4], tail=1)
 
 @pytest.mark.parametrize(("shard", "begin", "end", "first"), QUICK_CASES)
 def test_negative_scores_that_cannot_win_are_no_matter(monkeypatch, shard, begin, end, first):
-    """Two steps together with integer maxima: other negative scores, but the same rows."""
+    """Integer maxima: other negative scores, but the same rows."""
     monkeypatch.setitem(config.CONFIGS, "fast", replace(config.FAST, min_quick_steps=0))
     window, rng = QUICK_WINDOW, np.random.default_rng(3)
     given = make_inputs(window, shard, shard.rows)

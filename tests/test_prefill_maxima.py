@@ -1,4 +1,4 @@
-"""The prefill kernel's machine pieces, run in numpy: maxima in registers and their exchanges."""
+"""The prefill kernel's machine pieces, run in numpy: maxima in registers, lines of the plane."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ import pytest
 from lane_simulator import THREADS, Lane, Words, simulate
 
 from msa_icp_jax.ops.prefill_score import maxima, plane
-from msa_icp_jax.ops.prefill_score.maxima import StepPages
-from msa_icp_jax.ops.prefill_score.plane import Plane
+from msa_icp_jax.ops.prefill_score.maxima import Causal, StepPages
+from msa_icp_jax.ops.prefill_score.plane import Plane, Rows
 
-_ROWS = _KEYS = 128
+_ROWS, _KEYS = 64, 128
 _NAN = np.float32(np.nan)
+_UNTOUCHED = 7.5
 
 
 @pytest.fixture(autouse=True)
 def pieces(monkeypatch):
-    """Arrays are lists of lanes; a vector store is several."""
+    """Pieces run at once; arrays are lists of lanes, a vector store is several."""
+
+    def inline_mgpu(**_: Any) -> Any:
+        return lambda run: lambda *arguments: run(None, *arguments)
 
     def store_row(target: Words, values: list[Lane], columns: int) -> None:
         del columns
@@ -27,12 +31,15 @@ def pieces(monkeypatch):
 
     for module in (maxima, plane):
         simulate(monkeypatch, module)
+        module.lanes.scalar = lambda x: Lane(np.int32(x))
+        monkeypatch.setattr(module.plgpu, "inline_mgpu", inline_mgpu)
         monkeypatch.setattr(module, "of_array", lambda x: x)
+        monkeypatch.setattr(module, "as_array", lambda x, layout: x)
     monkeypatch.setattr(plane, "_store_row", store_row)
 
 
 def products(rng: np.random.Generator) -> np.ndarray:
-    """[rows, keys] with pages and rows of negative values, a few NaN keys, both zeros."""
+    """[rows, keys] with a page and a row of negative values and a row with zeros."""
     found = rng.normal(size=(_ROWS, _KEYS)).astype(np.float32)
     found[:, 32:64] = -np.abs(found[:, 32:64])
     found[7] = -np.abs(found[7])
@@ -40,104 +47,107 @@ def products(rng: np.random.Generator) -> np.ndarray:
     return found
 
 
-def registers(values: np.ndarray) -> tuple[Any, Any]:
-    """The two halves as WGMMA leaves them, each a list of one lane value an element."""
+def registers(values: np.ndarray) -> list[Lane]:
+    """Products as WGMMA leaves them, one lane value an element."""
     thread = np.arange(THREADS)
     lane, warp = thread % 32, thread // 32
-    halves = []
-    for m in range(2):
-        found = []
-        for n in range(_KEYS // 8):
-            for i in range(2):
-                for e in range(2):
-                    row = 64 * m + 16 * warp + 8 * i + lane // 4
-                    found.append(Lane(values[row, 8 * n + 2 * (lane % 4) + e]))
-        halves.append(found)
-    return halves[0], halves[1]
-
-
-def lane_maxima(values: np.ndarray, pages: StepPages, take: Any) -> tuple[Any, Any]:
-    upper, lower = (
-        [take(pairs) for _, _, pairs in maxima._by_page(half, pages)] for half in registers(values)
-    )
-    return upper, lower
+    return [
+        Lane(values[16 * warp + 8 * i + lane // 4, 8 * n + 2 * (lane % 4) + e])
+        for n in range(_KEYS // 8)
+        for i in range(2)
+        for e in range(2)
+    ]
 
 
 def page_maxima(values: np.ndarray, pages: StepPages) -> np.ndarray:
     by_page = values.reshape(_ROWS, pages.count, pages.rows)
-    return np.where(np.isnan(by_page), -np.inf, by_page).max(axis=2)
+    best = np.where(np.isnan(by_page), -np.inf, by_page).max(axis=2)
+    return np.where(best == 0, np.float32(0), best)
 
 
-def integers(pairs: Any) -> Lane:
-    return maxima._integer_maximum(pairs)
-
-
-def floats(pairs: Any) -> Lane:
-    return maxima._float_maximum(pairs, None)
+def of_all_rows(best: list[Lane], pages: StepPages) -> np.ndarray:
+    """[rows, pages] from what the lanes end with."""
+    place = maxima.Place()
+    found = np.full((_ROWS, pages.count), _NAN, np.float32)
+    stores, row = place.stores(pages).value, place.row().value
+    for g, x in enumerate(best):
+        found[row[stores], (place.first_page(pages).value + g)[stores]] = x.value[stores]
+    assert not np.isnan(found).any()
+    return found
 
 
 PAGES = [StepPages(32, 128), StepPages(64, 128), StepPages(128, 256)]
+by_pages = pytest.mark.parametrize("pages", PAGES, ids=lambda x: f"{x.count}-pages")
 
 
-@pytest.mark.parametrize("pages", PAGES, ids=lambda x: f"{x.count}-pages")
-def test_a_lane_ends_with_all_page_maxima_of_its_row(pages):
+@by_pages
+def test_a_row_has_the_maxima_of_all_pages(pages):
     values = products(np.random.default_rng(0))
     values[3, 5], values[4] = _NAN, _NAN
-    place = maxima.Place()
-    found = maxima.row_maxima(place, *lane_maxima(values, pages, floats))
-    want = page_maxima(values, pages)[place.row().value]
-    got = np.stack([np.fmax(x.value, -np.inf) for x in found], axis=1)
-    np.testing.assert_array_equal(got, want)
-    assert sorted(place.row().value) == list(range(_ROWS))
+    found = maxima.lane_maxima(registers(values), None, pages)
+    best = of_all_rows(maxima.row_maxima(found, pages, 1.0), pages)
+    np.testing.assert_array_equal(best.view(np.int32), page_maxima(values, pages).view(np.int32))
 
 
-@pytest.mark.parametrize("pages", PAGES, ids=lambda x: f"{x.count}-pages")
-def test_integer_maxima_are_right_unless_they_are_negative(pages):
+@by_pages
+def test_keys_that_a_row_does_not_see_are_left_out(pages):
     values = products(np.random.default_rng(1))
-    place = maxima.Place()
-    found = maxima.row_maxima(place, *lane_maxima(values, pages, integers))
-    got, want = np.stack([x.value for x in found], axis=1), page_maxima(values, pages)
-    want = want[place.row().value]
+    causal = Causal(500, 700, 430)
+    found = maxima.lane_maxima(registers(values), causal, pages)
+    page, key = np.divmod(np.arange(_KEYS), pages.rows)
+    seen = (
+        causal.first_key + page * pages.size + key
+        <= causal.position + np.arange(_ROWS)[:, None] // 4
+    )
+    hidden = np.where(seen, values, -np.inf).astype(np.float32)
+    best = of_all_rows(maxima.row_maxima(found, pages, 1.0), pages)
+    np.testing.assert_array_equal(best, page_maxima(hidden, pages))
+
+
+@by_pages
+def test_quick_maxima_are_right_unless_they_are_negative(pages):
+    values = products(np.random.default_rng(2))
+    found = maxima.quick_maxima(registers(values), pages)
+    got, want = of_all_rows(maxima.row_maxima(found, pages, 1.0), pages), page_maxima(values, pages)
     wrong = got != want
     assert (got[wrong] < 0).all() and (want[wrong] <= 0).all()
     # A zero may be missed, but only among values that are not positive; it is no positive score.
     assert wrong.any() and (got[want > 0] == want[want > 0]).all()
 
 
-@pytest.mark.parametrize("pages", PAGES, ids=lambda x: f"{x.count}-pages")
+@by_pages
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001])
-def test_a_nan_key_shows_in_one_row_of_every_warp(pages, bits):
+def test_quick_maxima_skip_a_nan_key(pages, bits):
     for key in (0, 31, 77, 127):
-        values = products(np.random.default_rng(2))
-        upper, _ = lane_maxima(values, pages, integers)
-        assert not maxima.is_nan(upper[: pages.count]).value.any()
+        values = products(np.random.default_rng(3))
         values[:, key] = np.uint32(bits).view(np.float32)
-        upper, _ = lane_maxima(values, pages, integers)
-        seen = maxima.is_nan(upper[: pages.count]).value.reshape(4, 32)
-        assert seen.any(axis=1).all()
+        found = maxima.quick_maxima(registers(values), pages)
+        best = of_all_rows(maxima.row_maxima(found, pages, 1.0), pages)
+        np.testing.assert_array_equal(best, page_maxima(values, pages))
 
 
-@pytest.mark.parametrize("pages", PAGES, ids=lambda x: f"{x.count}-pages")
-@pytest.mark.parametrize(
-    ("begin", "end", "first_column"), [(0, 128, 0), (12, 100, 0), (0, 128, 99)]
-)
-def test_two_steps_fill_whole_rows_of_the_plane(pages, begin, end, first_column):
-    """Both windows' halves of the rows, in the plane's place, and nothing else."""
-    rng = np.random.default_rng(3)
-    steps = [products(rng), products(rng)]
-    count, columns, first, column = pages.count, 24, 128, 8
-    facts = Plane(pages, columns, 1.0, "candidates", (0, 1))
-    scores = np.full((3 * _ROWS, columns), 7.5, np.float32)
-    place = maxima.Place()
-    half, second = (maxima.halve(place, *lane_maxima(x, pages, floats)) for x in steps)
-    scalars = [Lane(np.int32(x)) for x in (first, begin, end, column, first_column)]
-    pair = plane._Pair(place, scores.reshape(-1), scalars, facts)
-    for i in range(2):
-        part = slice(i * count, (i + 1) * count)
-        pair.store(i, half[part], second[part])
-    want = np.full_like(scores, 7.5)
-    if first_column <= column:
-        both = np.concatenate([page_maxima(x, pages) for x in steps], axis=1)
-        both = np.where(both == 0, 0.0, both)
-        want[first + begin : first + end, column : column + 2 * count] = both[begin:end]
+@by_pages
+@pytest.mark.parametrize(("begin", "end"), [(0, 64), (12, 52)])
+@pytest.mark.parametrize(("first", "last"), [(0, 8), (3, 8), (2, 5)])
+def test_staged_steps_fill_their_columns_of_the_plane(pages, begin, end, first, last):
+    """And nothing else, like steps that are stored one by one."""
+    rng = np.random.default_rng(4)
+    columns, column, row = 48, 8, 128
+    facts = Plane(pages, columns, 1.0, "candidates", staged=8 * pages.count)
+    rows, staged = (
+        Rows(row, begin, end),
+        np.zeros(_ROWS * plane.stage_pitch(facts.staged), np.float32),
+    )
+    scores = np.full((3 * _ROWS + row, columns), _UNTOUCHED, np.float32)
+    apart, want = scores.copy(), scores.copy()
+    for step in range(first, last):
+        values = products(rng)
+        best = maxima.row_maxima(maxima.lane_maxima(registers(values), None, pages), pages, 1.0)
+        at = column + step * pages.count
+        plane.stage_maxima(best, staged, step * pages.count, facts)
+        plane.store_maxima(best, apart.reshape(-1), rows, at, None, facts)
+        want[row + begin : row + end, at : at + pages.count] = page_maxima(values, pages)[begin:end]
+    bounds = first * pages.count, last * pages.count
+    plane.write_stage(staged, scores.reshape(-1), rows, column, *bounds, facts)
     np.testing.assert_array_equal(scores.view(np.int32), want.view(np.int32))
+    np.testing.assert_array_equal(apart.view(np.int32), want.view(np.int32))

@@ -266,7 +266,7 @@ def test_rows_are_the_selection_of_the_kernels_own_scores(world_size, page_size,
 @pytest.mark.parametrize("form", ["fast", "exact", "quick", "bfloat16"])
 @pytest.mark.parametrize(("world_size", "page_size"), _SHARDS)
 def test_rows_of_a_large_window(monkeypatch, world_size, page_size, form):
-    """Every CTA has a share: 4,160 tokens of three segments. Quick: steps are taken two by two."""
+    """Every CTA has a share: 4,160 tokens of three segments. Quick: with integer maxima."""
     if form == "quick":
         quick = replace(config.FAST, min_quick_steps=0)
         monkeypatch.setitem(config.CONFIGS, "fast", quick)

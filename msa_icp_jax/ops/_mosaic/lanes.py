@@ -468,6 +468,11 @@ def load_fresh(place: Words) -> Lane:
     return ptx("ld.relaxed.gpu.global.b32 $0, [$1];", Lane(place.pointer), result=i32())
 
 
+def store_where(place: Words, value: Lane, wanted: Lane) -> None:
+    """Stores a float32 in global memory where it is wanted."""
+    ptx("@$2 st.global.f32 [$0], $1;", Lane(place.pointer), value, wanted)
+
+
 def copy(
     place: Words, source: Words, words: int, wanted: Lane | None = None, further: int = 0
 ) -> None:

@@ -9,13 +9,12 @@ H200 at 8,192 tokens and contexts of 32K and 128K:
   has room for one beside five key slots, or for two beside three: the former took 0.93 of the
   latter's time at 32K (4 ranks), 1.00 with 2 ranks, 1.02 in a window of eight segments of 16K to
   256K.
-* Registers: the consumers' products alone are 128 a thread. The producer's warps need few.
-* `min_quick_steps`: integer maxima, two steps together, take 0.93 of the time at 240 steps a CTA
-  (8,192 tokens ending at 128K, 4 ranks), 0.95 at 480 and 180, 0.96 to 0.98 at 110 to 120 and 1.03
-  at 54 to 62: every piece begins with steps that are counted, and a second loop is more code to
-  fetch. In exact precision it does not fit the registers. bfloat16 takes float maxima: products
-  take twice as long, behind which all maxima fit, and inf - inf makes NaN of single products, which
-  `maxima.any_nan` does not look for.
+* Four consumers of 64 query rows hide what they do behind each other's products better than two of
+  128. Beside a converter they lack registers; bfloat16 took 1.01 to 1.03 of the time with four.
+* Registers: a consumer's products are 64 a thread for each 64 rows. The producer's warps need few.
+* bfloat16 takes float maxima: products take twice as long, behind which all maxima fit, and
+  inf - inf makes NaN of single products, which `maxima.quick_maxima` does not look for. Nor is
+  there room to stage a plane's lines, beside the converter's either.
 
 docs/performance.md has what else was tried.
 """
@@ -31,26 +30,28 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 _SM_REGISTERS = 1 << 16
 _WARPGROUP_THREADS = 128
 
-CONSUMERS = 2  # warpgroups that multiply, half a tile each
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """One form of the kernel.
 
     Attributes:
+      consumers: warpgroups that multiply, an equal part of a tile each.
       query_slots: pieces whose queries are held.
       key_slots: key steps held, ready to be multiplied.
       raw_slots: key steps held that wait to be converted to float16; 0: keys are multiplied as they
         are.
+      staged_columns: columns of the plane that are gathered before they are stored, 0: none.
       min_quick_steps: steps a CTA, at most, from which integer maxima are taken where they do.
       registers: of a thread of the consumers, of the producer, and of the converter if there is
         one.
     """
 
+    consumers: int
     query_slots: int
     key_slots: int
     raw_slots: int
+    staged_columns: int
     min_quick_steps: float
     registers: tuple[int, ...]
 
@@ -62,7 +63,7 @@ class Config:
     @property
     def warpgroups(self) -> int:
         """Consumers, the producer's and the converter's."""
-        return CONSUMERS + 1 + self.converts
+        return self.consumers + 1 + self.converts
 
     def take_registers(self, role: int) -> None:
         """Sets the registers of a warpgroup by the place of its kind in `registers`."""
@@ -71,18 +72,30 @@ class Config:
         plgpu.set_max_registers(wanted, action="increase" if wanted > given else "decrease")
 
 
-FAST = Config(query_slots=2, key_slots=8, raw_slots=0, min_quick_steps=96, registers=(232, 40))
+FAST = Config(
+    consumers=4,
+    query_slots=2,
+    key_slots=7,
+    raw_slots=0,
+    staged_columns=32,
+    min_quick_steps=30,
+    registers=(112, 32),
+)
 EXACT = Config(
+    consumers=2,
     query_slots=1,
     key_slots=3,
     raw_slots=3,
+    staged_columns=0,
     min_quick_steps=float("inf"),
     registers=(184, 40, 104),
 )
 BFLOAT16 = Config(
+    consumers=2,
     query_slots=1,
     key_slots=5,
     raw_slots=0,
+    staged_columns=0,
     min_quick_steps=float("inf"),
     registers=(232, 40),
 )

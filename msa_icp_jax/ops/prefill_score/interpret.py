@@ -1,6 +1,6 @@
 """The prefill kernel's pieces in stock operations, for the interpreter: the same results, slowly.
 
-Arrays lie as they are written: products are [64, 128], the maxima of a half [64, pages].
+Arrays lie as they are written: products are [64, 128], maxima [64, pages].
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from msa_icp_jax.geometry import MAX_BLOCKS, NUM_HEADS, TOPK, cdiv
 from msa_icp_jax.ops.prefill_plan import balance
-from msa_icp_jax.ops.prefill_score.maxima import Causal, LaneMaxima, StepPages
+from msa_icp_jax.ops.prefill_score.maxima import Causal, StepPages
 from msa_icp_jax.ops.prefill_score.pieces import Pieces
 from msa_icp_jax.ops.prefill_score.plane import Plane, Rows
-from msa_icp_jax.ops.prefill_score.wgmma import HALF, KEYS, ROWS
+from msa_icp_jax.ops.prefill_score.wgmma import KEYS, ROWS
 
 
 def _start_products(queries: Any, keys: Any) -> jax.Array:
@@ -28,7 +28,7 @@ def _start_products(queries: Any, keys: Any) -> jax.Array:
         plgpu.wgmma(acc, queries, keys.T)
         return acc[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((HALF, KEYS), jnp.float32))
+    return pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
 
 
 def _settle_products(products: jax.Array, in_flight: int, after: Any = None) -> tuple[Any, Any]:
@@ -36,13 +36,12 @@ def _settle_products(products: jax.Array, in_flight: int, after: Any = None) -> 
     return products, after
 
 
-def _lane_maxima(products: jax.Array, m: int, causal: Causal | None, pages: StepPages) -> jax.Array:
-    products = products.reshape(HALF, pages.count, pages.rows)
+def _lane_maxima(products: jax.Array, causal: Causal | None, pages: StepPages) -> jax.Array:
+    products = products.reshape(ROWS, pages.count, pages.rows)
     if causal is not None:
         page, key = jnp.arange(pages.count), jnp.arange(pages.rows)
         at = causal.first_key + page[:, None] * pages.size + key[None]
-        seen = _seen(causal)[m * HALF :][:HALF]
-        products = jnp.where(at[None] < seen[:, None, None], products, -jnp.inf)
+        products = jnp.where(at[None] < _seen(causal)[:, None, None], products, -jnp.inf)
     return jnp.where(jnp.isnan(products), -jnp.inf, products).max(axis=2)
 
 
@@ -52,29 +51,21 @@ def _seen(causal: Causal) -> jax.Array:
     return jnp.clip(causal.position + token + 1, 0, causal.keys)
 
 
-def _integer_maxima(products: jax.Array, pages: StepPages) -> jax.Array:
+def _quick_maxima(products: jax.Array, pages: StepPages) -> jax.Array:
     """Where all are negative some other negative value, as the machine has it."""
-    found = _lane_maxima(products, 0, None, pages)
+    found = _lane_maxima(products, None, pages)
     return jnp.where(found < 0, 2 * found - 1, found)
 
 
-def _any_nan(upper: jax.Array, pages: StepPages) -> jax.Array:
-    """NaN is skipped by these maxima anyhow."""
-    del upper, pages
-    return jnp.int32(0)
-
-
-def _lower_maxima(
-    products: tuple[jax.Array, jax.Array], upper: jax.Array, nan: jax.Array, pages: StepPages
-) -> LaneMaxima:
-    del nan
-    return upper, _integer_maxima(products[1], pages)
+def _row_maxima(found: jax.Array, pages: StepPages, sm_scale: float) -> jax.Array:
+    del pages
+    best = jnp.where(found > -jnp.inf, found * sm_scale, -jnp.inf)
+    return jnp.where(best == 0, 0.0, best)
 
 
 def _store_maxima(
-    maxima: LaneMaxima, scores: Any, rows: Rows, column: Any, causal: Causal | None, plane: Plane
+    best: jax.Array, scores: Any, rows: Rows, column: Any, causal: Causal | None, plane: Plane
 ) -> None:
-    best = _finished(jnp.concatenate(maxima), plane)
     at = column + jnp.arange(plane.pages.count)
     written = jnp.broadcast_to(at[None] < plane.columns, best.shape)
     if causal is not None and plane.hidden == "none":
@@ -82,13 +73,8 @@ def _store_maxima(
     _store(best, written, scores, rows, column)
 
 
-def _finished(best: jax.Array, plane: Plane) -> jax.Array:
-    best = jnp.where(best > -jnp.inf, best * plane.sm_scale, -jnp.inf)
-    return jnp.where(best == 0, 0.0, best)
-
-
 def _store(best: jax.Array, written: jax.Array, scores: Any, rows: Rows, column: Any) -> None:
-    """Stores maxima [128, columns] of the rows that are wanted where `written` says so."""
+    """Stores maxima [64, columns] of the rows that are wanted where `written` says so."""
     count = best.shape[1]
 
     @pl.loop(lax.div(rows.begin, NUM_HEADS), lax.div(rows.end, NUM_HEADS))
@@ -101,6 +87,24 @@ def _store(best: jax.Array, written: jax.Array, scores: Any, rows: Rows, column:
             @pl.when(flags[g])
             def _(g: int = g) -> None:
                 scores[target, :, column + g] = values[:, g]
+
+
+def _stage_maxima(best: jax.Array, stage: Any, column: Any, plane: Plane) -> None:
+    stage[:, pl.ds(column, plane.pages.count)] = best
+
+
+def _write_stage(
+    stage: Any, scores: Any, rows: Rows, column: Any, begin: Any, end: Any, plane: Plane
+) -> None:
+    count = plane.pages.count
+
+    @pl.loop(lax.div(rows.begin, NUM_HEADS), lax.div(rows.end, NUM_HEADS))
+    def _(token: Any) -> None:
+        @pl.loop(begin, end, step=count)
+        def _(c: Any) -> None:
+            values = stage[pl.ds(token * NUM_HEADS, NUM_HEADS), pl.ds(c, count)]
+            target = lax.div(rows.first, NUM_HEADS) + token
+            scores[target, :, pl.ds(column + c, count)] = values
 
 
 def _open_columns(
@@ -128,72 +132,14 @@ def _none_counted() -> jax.Array:
     return jnp.zeros((ROWS,), jnp.float32)
 
 
-def _store_and_count(
-    maxima: LaneMaxima,
-    scores: Any,
-    rows: Rows,
-    column: Any,
-    front: Any,
-    counted: jax.Array,
-    plane: Plane,
+def _count_maxima(
+    best: jax.Array, rows: Rows, column: Any, front: Any, counted: jax.Array, plane: Plane
 ) -> tuple[jax.Array, jax.Array]:
-    _store_maxima(maxima, scores, rows, column, None, plane)
-    best = _finished(jnp.concatenate(maxima), plane)
     at = column + jnp.arange(plane.pages.count)
     counted = counted + ((best >= 0) & (at[None] >= front)).sum(axis=1, dtype=jnp.float32)
     row = jnp.arange(ROWS)
     done = (counted >= TOPK) | (row < rows.begin) | (row >= rows.end)
     return counted, done.all().astype(jnp.int32)
-
-
-def _no_maxima(pages: StepPages) -> jax.Array:
-    return jnp.full((HALF, pages.count), -jnp.inf, jnp.float32)
-
-
-def _no_half(pages: StepPages) -> jax.Array:
-    return jnp.full((ROWS, pages.count), -jnp.inf, jnp.float32)
-
-
-def _store_upper_rows(
-    half: jax.Array,
-    second: LaneMaxima,
-    pin: jax.Array,
-    scores: Any,
-    rows: Rows,
-    columns: tuple[Any, Any],
-    plane: Plane,
-) -> jax.Array:
-    """Stores all rows: which ones come first is the machine's business."""
-    del pin
-    _store_pair(half, second, scores, rows, columns, plane)
-    return half
-
-
-def _store_lower_rows(
-    rest: jax.Array,
-    following: LaneMaxima,
-    pin: jax.Array,
-    scores: Any,
-    rows: Rows,
-    columns: tuple[Any, Any],
-    plane: Plane,
-) -> jax.Array:
-    del rest, pin, scores, rows, columns, plane
-    return jnp.concatenate(following)
-
-
-def _store_pair(
-    half: jax.Array,
-    second: LaneMaxima,
-    scores: Any,
-    rows: Rows,
-    columns: tuple[Any, Any],
-    plane: Plane,
-) -> None:
-    column, first = columns
-    best = _finished(jnp.concatenate([half, jnp.concatenate(second)], axis=1), plane)
-    written = jnp.broadcast_to(column >= first, best.shape)
-    _store(best, written, scores, rows, column)
 
 
 def _fill_hidden(
@@ -231,17 +177,13 @@ PIECES = Pieces(
     _start_products,
     _settle_products,
     _lane_maxima,
-    _integer_maxima,
-    _any_nan,
-    _lower_maxima,
+    _quick_maxima,
+    _row_maxima,
     _store_maxima,
+    _stage_maxima,
+    _write_stage,
     _open_columns,
     _none_counted,
-    _store_and_count,
-    _no_maxima,
-    _no_half,
-    _store_upper_rows,
-    _store_lower_rows,
-    _store_pair,
+    _count_maxima,
     _fill_hidden,
 )

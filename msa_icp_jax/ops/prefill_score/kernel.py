@@ -1,24 +1,21 @@
 """The prefill scorer on Hopper: WGMMA, a persistent grid that walks the window's work list.
 
-A CTA has one producer warp and two consumer warpgroups. It walks its range of the work list (see
-`prefill_plan.balance`) piece by piece: the 256 query rows of a tile (64 tokens x 4 heads, 128 rows
+A CTA has one producer warp and four consumer warpgroups. It walks its range of the work list (see
+`prefill_plan.balance`) piece by piece: the 256 query rows of a tile (64 tokens x 4 heads, 64 rows
 a consumer), against the keys of the tile's part, 128 local keys a step. The producer keeps a ring
 of key steps filled, page by page through the block table, and loads the next piece's queries while
-the present one is worked on. Both consumers multiply every key step; they fall out of step with
-each other by themselves, one multiplies while the other takes maxima and stores them.
-
-Both take the maxima of one half of their rows while the other half is multiplied.
+the present one is worked on. All consumers multiply every key step; they fall out of step with
+each other by themselves, one multiplies while the others take maxima and store them.
 
 Keys that do not exist (bad page ids, pages past the segment or the table) arrive as NaN, which a
 maximum skips; positions are compared only in the steps that reach past the first token's position.
 
 Where only a selection reads the plane, negative scores are no matter once every row has sixteen
-that are not negative. From there on a consumer takes integer maxima, half as many instructions, two
-steps together, and finishes and stores those of two steps while it multiplies the next two.
+that are not negative. From there on a consumer takes integer maxima, half as many instructions.
 
 bfloat16 products are summed in float32, fp8 ones in about 14 bits. In exact precision another
 warpgroup converts fp8 keys to float16 on their way to the consumers, which is summed in float32,
-too.
+too. For both there are two consumers of 128 rows, whose maxima are taken by halves.
 """
 
 from __future__ import annotations
@@ -48,14 +45,13 @@ from msa_icp_jax.ops.arguments import Shard
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, balance
 from msa_icp_jax.ops.prefill_plan.balance import TILE_TOKENS, UNIT_POSITIONS
 from msa_icp_jax.ops.prefill_score import interpret
-from msa_icp_jax.ops.prefill_score.config import CONSUMERS, Config, config_of
-from msa_icp_jax.ops.prefill_score.maxima import Causal, LaneMaxima, StepPages
+from msa_icp_jax.ops.prefill_score.config import Config, config_of
+from msa_icp_jax.ops.prefill_score.maxima import Causal, StepPages
 from msa_icp_jax.ops.prefill_score.pieces import MACHINE, Pieces
-from msa_icp_jax.ops.prefill_score.plane import Plane, Rows
-from msa_icp_jax.ops.prefill_score.wgmma import HALF, KEYS, ROWS, rows_layout
+from msa_icp_jax.ops.prefill_score.plane import Plane, Rows, stage_pitch
+from msa_icp_jax.ops.prefill_score.wgmma import KEYS, ROWS, rows_layout
 
 _TILE_ROWS = TILE_TOKENS * NUM_HEADS
-_CONSUMER_TOKENS = TILE_TOKENS // CONSUMERS
 
 
 def prefill_scores(
@@ -82,10 +78,10 @@ def prefill_scores(
     """
     steps = _steps_of(shard, q, max_score)
     hidden = "all" if initialize else "none"
-    plane = Plane(steps.step_pages, steps.columns, sm_scale, hidden)
+    config = config_of(q.dtype, launch.precision)
+    plane = Plane(steps.step_pages, steps.columns, sm_scale, hidden, staged=config.staged_columns)
     counts = _work_of(plan).tile_of  # not looked at
     inputs = q, shard, block_table, plan, counts
-    config = config_of(q.dtype, launch.precision)
     return _score(inputs, max_score, steps, plane, config, launch)
 
 
@@ -114,7 +110,14 @@ def candidate_scores(
     config = config_of(q.dtype, launch.precision)
     all_steps = cdiv(steps.tokens, TILE_TOKENS) * cdiv(steps.columns, steps.pages)
     quick = all_steps >= config.min_quick_steps * _work_of(plan).ranges.shape[0]
-    plane = Plane(steps.step_pages, steps.columns, 1.0, "candidates", forced if quick else None)
+    plane = Plane(
+        steps.step_pages,
+        steps.columns,
+        1.0,
+        "candidates",
+        forced if quick else None,
+        config.staged_columns,
+    )
     inputs = q, shard, block_table, plan, num_valid_pages
     return _score(inputs, max_score, steps, plane, config, launch)
 
@@ -258,19 +261,24 @@ class _Ring(NamedTuple):
     queries: _Buffer
     keys: _Buffer
     raw: _Buffer | None
+    stage: Any  # see `plane.stage_maxima`, None where nothing is staged
 
     @staticmethod
     def types(pages: StepPages, config: Config, dtype: Any) -> _Ring:
         """For index keys of `dtype`."""
         operand = jnp.float16 if config.converts else dtype
-        queries = _Buffer.types(
-            config.query_slots, (CONSUMERS, ROWS), operand, CONSUMERS, CONSUMERS
+        consumers, pitch = config.consumers, stage_pitch(config.staged_columns)
+        rows = _TILE_ROWS // consumers
+        return _Ring(
+            _Buffer.types(config.query_slots, (consumers, rows), operand, consumers, consumers),
+            _Buffer.types(
+                config.key_slots, (KEYS,), operand, 1 if config.converts else pages.count, consumers
+            ),
+            _Buffer.types(config.raw_slots, (KEYS,), dtype, pages.count, 1)
+            if config.converts
+            else None,
+            plgpu.SMEM((consumers, rows, pitch), jnp.float32) if config.staged_columns else None,
         )
-        if not config.converts:
-            keys = _Buffer.types(config.key_slots, (KEYS,), operand, pages.count, CONSUMERS)
-            return _Ring(queries, keys, None)
-        keys = _Buffer.types(config.key_slots, (KEYS,), operand, 1, CONSUMERS)
-        return _Ring(queries, keys, _Buffer.types(config.raw_slots, (KEYS,), dtype, pages.count, 1))
 
     @property
     def loaded(self) -> _Buffer:
@@ -305,12 +313,12 @@ def _kernel(
     rank_and_offset = scalars[0], scalars[1]
     warpgroup = lax.axis_index(WARPGROUP)
 
-    @pl.when(warpgroup < CONSUMERS)
+    @pl.when(warpgroup < config.consumers)
     def _() -> None:
         config.take_registers(0)
         _Consumer(pieces, work, ring, scores, counts, *rank_and_offset, steps, plane).run()
 
-    @pl.when(warpgroup == CONSUMERS)
+    @pl.when(warpgroup == config.consumers)
     def _() -> None:
         config.take_registers(1)
 
@@ -338,7 +346,7 @@ def _kernel(
 
     if config.converts:
 
-        @pl.when(warpgroup > CONSUMERS)
+        @pl.when(warpgroup > config.consumers)
         def _() -> None:
             config.take_registers(2)
             _convert(work, ring, steps)
@@ -449,10 +457,11 @@ def _produce(
         queries = ring.queries
         slot = queries.slot(index)
         queries.wait_free(index)
-        for half in range(CONSUMERS):
-            rows = pl.ds(piece.tile * _TILE_ROWS + half * ROWS, ROWS)
+        _, consumers, count, _ = queries.data.shape
+        for part in range(consumers):
+            rows = pl.ds(piece.tile * _TILE_ROWS + part * count, count)
             plgpu.copy_gmem_to_smem(
-                query.at[rows], queries.data.at[slot, half], queries.full.at[slot]
+                query.at[rows], queries.data.at[slot, part], queries.full.at[slot]
             )
 
         def one_step(step: Any, carry: Any) -> Any:
@@ -510,7 +519,7 @@ def _convert(work: _Range, ring: _Ring, steps: _Steps) -> None:
 
 
 class _Consumer(NamedTuple):
-    """A warpgroup that multiplies 128 query rows of every piece with all its keys."""
+    """A warpgroup that multiplies its rows of every piece with all its keys."""
 
     pieces: Pieces
     work: _Range
@@ -524,14 +533,14 @@ class _Consumer(NamedTuple):
 
     def run(self) -> None:
         """Does all pieces of the CTA's range."""
-        half = lax.axis_index(WARPGROUP)
+        part = lax.axis_index(WARPGROUP)
         queries = self.ring.queries
 
         def one_piece(index: Any, carry: Any) -> Any:
             piece, done = carry
             following = self.work.piece(index + 1, self.steps)
             queries.wait_full(index)
-            _PieceConsumer.of(self, piece, done, queries.data.at[queries.slot(index), half]).run()
+            _PieceConsumer.of(self, piece, done, queries.data.at[queries.slot(index), part]).run()
             queries.release(index)
             return following, done + jnp.maximum(piece.end - piece.begin, 0)
 
@@ -540,44 +549,47 @@ class _Consumer(NamedTuple):
 
 
 class _PieceConsumer(NamedTuple):
-    """What a consumer does with a piece; `done` steps came before it.
-
-    The rows are multiplied as two halves of 64, and the maxima of one are taken while the other is
-    still under way. Both are started at once: the tensor cores then finish one consumer's step
-    before they turn to the other's, which takes its maxima meanwhile.
-    """
+    """What a consumer does with a piece; `done` steps came before it."""
 
     consumer: _Consumer
     piece: _Piece
     done: Any
-    queries: Any
-    rows: Rows
+    queries: Any  # [64 or 128, 128]
+    rows: list[Rows]  # of every 64
+    stages: list[Any]  # where the maxima of every 64 are staged, empty where nothing is
     position: Any  # where row 0's token would sit
 
     @staticmethod
     def of(consumer: _Consumer, piece: _Piece, done: Any, queries: Any) -> _PieceConsumer:
-        half = lax.axis_index(WARPGROUP)
-        rows = Rows(
-            piece.tile * _TILE_ROWS + half * ROWS,
-            jnp.clip(piece.first_row * NUM_HEADS - half * ROWS, 0, ROWS),
-            jnp.clip(piece.end_row * NUM_HEADS - half * ROWS, 0, ROWS),
-        )
-        position = piece.position + half * _CONSUMER_TOKENS
-        return _PieceConsumer(consumer, piece, done, queries, rows, position)
+        part, count = lax.axis_index(WARPGROUP), queries.shape[0]
+        before, stage = part * count, consumer.ring.stage
+        rows = [
+            Rows(
+                piece.tile * _TILE_ROWS + at,
+                jnp.clip(piece.first_row * NUM_HEADS - at, 0, ROWS),
+                jnp.clip(piece.end_row * NUM_HEADS - at, 0, ROWS),
+            )
+            for at in (before + m for m in range(0, count, ROWS))
+        ]
+        staged = range(0, 0 if stage is None else count, ROWS)
+        stages = [stage.at[part, pl.ds(m, ROWS)] for m in staged]
+        position = piece.position + lax.div(before, NUM_HEADS)
+        return _PieceConsumer(consumer, piece, done, queries, rows, stages, position)
 
     def run(self) -> None:
         """Scores all steps."""
         piece, whole = self.piece, self._whole_steps()
         if self.consumer.plane.forced is None:
-            pl.loop(piece.begin, whole)(functools.partial(self._one_step, may_hide=False))
+            pl.loop(piece.begin, whole)(lambda step: self._put(step, self._maxima(step)))
         else:
             whole = self._quick_steps(whole)
-        pl.loop(whole, piece.end)(functools.partial(self._one_step, may_hide=True))
+        self._put_last(whole)
+        pl.loop(whole, piece.end)(self._last_step)
 
     def _whole_steps(self) -> Any:
         """The first step in which a row may not see a key or a column is missing."""
         piece, steps = self.piece, self.consumer.steps
-        earliest = self.position + lax.div(self.rows.begin, NUM_HEADS) + 1
+        earliest = self.position + lax.div(self.rows[0].begin, NUM_HEADS) + 1
         whole = lax.div(jnp.maximum(jnp.minimum(earliest, piece.keys), 0), steps.positions)
         whole = jnp.minimum(whole, steps.columns // steps.pages)
         return jnp.clip(whole, piece.begin, jnp.maximum(piece.begin, piece.end))
@@ -585,125 +597,122 @@ class _PieceConsumer(NamedTuple):
     def _column(self, step: Any) -> Any:
         return step * self.consumer.steps.pages
 
-    def _multiply(
-        self, step: Any, upper_maxima: Callable[[Any], Any], meanwhile: Callable[[Any], Any]
-    ) -> tuple[Any, Any, Any, Any]:
-        """Both halves' products, the upper one's maxima, and what is done meanwhile with these.
+    def _maxima(
+        self, step: Any, hides: Callable[[int], Causal] | None = None, quick: bool = False
+    ) -> list[Any]:
+        """The row maxima of a step's products, of every 64 rows.
 
-        Meanwhile: while the lower half is multiplied.
+        Args:
+          step: see above.
+          hides: what the m-th 64 rows see, None: all.
+          quick: take integer maxima.
         """
-        pieces, keys = self.consumer.pieces, self.consumer.ring.keys
+        consumer = self.consumer
+        pieces, plane, keys = consumer.pieces, consumer.plane, consumer.ring.keys
         turn = self.done + step - self.piece.begin
         keys.wait_full(turn)
         slot = keys.data.at[keys.slot(turn)]
-        upper, lower = (
-            pieces.start_products(self.queries.at[pl.ds(m * HALF, HALF)], slot) for m in range(2)
-        )
-        upper, _ = pieces.settle_products(upper, 1)
-        found = upper_maxima(upper)
-        result = meanwhile(found)
-        lower, found = pieces.settle_products(lower, 0, found)
-        keys.release(turn)
-        return upper, lower, found, result
+        started = [
+            pieces.start_products(self.queries.at[pl.ds(m * ROWS, ROWS)], slot)
+            for m in range(len(self.rows))
+        ]
+        found: list[Any] = []
+        for m, products in enumerate(started):
+            before = found.pop() if found else None
+            products, before = pieces.settle_products(products, len(started) - 1 - m, before)
+            found += [] if before is None else [before]
+            if m == len(started) - 1:
+                keys.release(turn)
+            if quick:
+                found.append(pieces.quick_maxima(products, plane.pages))
+            else:
+                found.append(pieces.lane_maxima(products, hides and hides(m), plane.pages))
+        return [pieces.row_maxima(x, plane.pages, plane.sm_scale) for x in found]
 
-    def _float_maxima(self, step: Any, causal: Causal | None) -> LaneMaxima:
-        def maxima(products: jax.Array, m: int) -> jax.Array:
-            pages = self.consumer.steps.step_pages
-            found: jax.Array = self.consumer.pieces.lane_maxima(products, m, causal, pages)
-            return found
-
-        _, lower, upper_maxima, _ = self._multiply(step, lambda x: maxima(x, 0), lambda _: None)
-        return upper_maxima, maxima(lower, 1)
-
-    def _one_step(self, step: Any, may_hide: bool) -> None:
+    def _last_step(self, step: Any) -> None:
+        """A step in which a row may not see a key."""
         consumer = self.consumer
         steps = consumer.steps
         first_key = step * steps.positions + consumer.rank * steps.rows
-        causal = Causal(self.position, self.piece.keys, first_key) if may_hide else None
-        consumer.pieces.store_maxima(
-            self._float_maxima(step, causal),
-            consumer.scores,
-            self.rows,
-            self._column(step),
-            causal,
-            consumer.plane,
-        )
 
-    # ---- where only a selection reads the scores ----
+        def hides(m: int) -> Causal:
+            return Causal(self.position + m * ROWS // NUM_HEADS, self.piece.keys, first_key)
+
+        for m, best in enumerate(self._maxima(step, hides)):
+            consumer.pieces.store_maxima(
+                best, consumer.scores, self.rows[m], self._column(step), hides(m), consumer.plane
+            )
+
+    def _put(self, step: Any, found: list[Any]) -> None:
+        """Writes the maxima of a step in which all rows see all keys."""
+        consumer, plane = self.consumer, self.consumer.plane
+        if not plane.staged:
+            for rows, best in zip(self.rows, found, strict=True):
+                consumer.pieces.store_maxima(
+                    best, consumer.scores, rows, self._column(step), None, plane
+                )
+            return
+        place = lax.rem(step, self._block_steps)
+        for best, stage in zip(found, self.stages, strict=True):
+            consumer.pieces.stage_maxima(best, stage, self._column(place), plane)
+        pl.when(place == self._block_steps - 1)(lambda: self._write_block(step))
+
+    def _put_last(self, end: Any) -> None:
+        """Writes what is staged of the steps before `end`."""
+        if self.consumer.plane.staged:
+            pending = (end > self.piece.begin) & (lax.rem(end, self._block_steps) > 0)
+            pl.when(pending)(lambda: self._write_block(end - 1))
+
+    def _write_block(self, step: Any) -> None:
+        """Writes the block of steps that `step` lies in, as far as they are this piece's."""
+        consumer = self.consumer
+        first = step - lax.rem(step, self._block_steps)
+        begin = jnp.maximum(self.piece.begin - first, 0)
+        for rows, stage in zip(self.rows, self.stages, strict=True):
+            consumer.pieces.write_stage(
+                stage,
+                consumer.scores,
+                rows,
+                self._column(first),
+                self._column(begin),
+                self._column(step + 1 - first),
+                consumer.plane,
+            )
+
+    @property
+    def _block_steps(self) -> int:
+        """Steps whose columns are staged together."""
+        return self.consumer.plane.staged // self.consumer.steps.pages
 
     def _quick_steps(self, whole: Any) -> Any:
         """Scores the steps before `whole`, but perhaps the last ones; returns where they stop.
 
-        Step by step until negative scores are no matter; from there on two steps together.
+        With integer maxima as soon as negative scores are no matter.
         """
-        consumer = self.consumer
-        front, back = consumer.pieces.open_columns(
-            consumer.counts, consumer.offset, self.rows, consumer.steps.tokens, consumer.plane
+        consumer, pieces = self.consumer, self.consumer.pieces
+        (rows,) = self.rows
+        front, back = pieces.open_columns(
+            consumer.counts, consumer.offset, rows, consumer.steps.tokens, consumer.plane
         )
-        last = jnp.minimum(whole, lax.div(back, consumer.steps.pages))
+        last = jnp.clip(lax.div(back, consumer.steps.pages), self.piece.begin, whole)
 
         def goes_on(state: Any) -> Any:
             step, _, ready = state
-            # Pairs begin at even steps: their columns then fill whole sectors of the plane.
-            pairs = (ready != 0) & (lax.rem(step, 2) == 0) & (step + 1 < last)
-            return (step < whole) & ~pairs
+            return (step < last) & (ready == 0)
 
         def one_step(state: Any) -> Any:
             step, counted, _ = state
-            counted, ready = consumer.pieces.store_and_count(
-                self._float_maxima(step, None),
-                consumer.scores,
-                self.rows,
-                self._column(step),
-                front,
-                counted,
-                consumer.plane,
+            (best,) = found = self._maxima(step)
+            self._put(step, found)
+            counted, ready = pieces.count_maxima(
+                best, rows, self._column(step), front, counted, consumer.plane
             )
             return step + 1, counted, ready
 
-        start = (self.piece.begin, consumer.pieces.none_counted(), jnp.int32(0))
+        start = (self.piece.begin, pieces.none_counted(), jnp.int32(0))
         begin, _, _ = lax.while_loop(goes_on, one_step, start)
-        return self._pairs(begin, last)
-
-    def _pairs(self, begin: Any, last: Any) -> Any:
-        """Scores steps from `begin` on, two by two, as far as they lie before `last`."""
-        consumer, pieces = self.consumer, self.consumer.pieces
-        pages, plane = consumer.steps.step_pages, consumer.plane
-        count = lax.div(jnp.maximum(last - begin, 0), 2)
-        first = self._column(begin)
-
-        def maxima(step: Any, store: Callable[[Any], Any]) -> tuple[LaneMaxima, Any]:
-            def meanwhile(upper: jax.Array) -> tuple[Any, Any]:
-                return pieces.any_nan(upper, pages), store(upper)
-
-            first, second, upper, (nan, result) = self._multiply(
-                step, lambda x: pieces.integer_maxima(x, pages), meanwhile
-            )
-            return pieces.lower_maxima((first, second), upper, nan, pages), result
-
-        def one_pair(pair: Any, carry: Any) -> Any:
-            half, second = carry
-            step = begin + 2 * pair
-            columns = self._column(step - 2), first  # of the two steps before
-            target = (consumer.scores, self.rows, columns, plane)
-            found, rest = maxima(
-                step, lambda pin: pieces.store_upper_rows(half, second, pin, *target)
-            )
-            second, half = maxima(
-                step + 1, lambda pin: pieces.store_lower_rows(rest, found, pin, *target)
-            )
-            return half, second
-
-        nothing = pieces.no_maxima(pages)
-        start = (pieces.no_half(pages), (nothing, nothing))
-        half, second = lax.fori_loop(0, count, one_pair, start)
-
-        @pl.when(count > 0)
-        def _() -> None:
-            columns = self._column(begin + 2 * count - 2), first
-            pieces.store_pair(half, second, consumer.scores, self.rows, columns, plane)
-
-        return begin + 2 * count
+        pl.loop(begin, last)(lambda step: self._put(step, self._maxima(step, quick=True)))
+        return last
 
 
 def _cdiv(a: Any, b: int) -> Any:

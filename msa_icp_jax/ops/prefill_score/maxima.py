@@ -1,15 +1,13 @@
 """Maxima of products over the pages of a step.
 
 The maximum over a page's keys is taken in registers first, each lane over its own columns, then
-over the four lanes that share a row, by two exchanges. After both, lane l of warp w has all page
-maxima of row ``64 (q // 2) + 16 w + 8 (q % 2) + l // 4``, q = l % 4.
+over the four lanes that share a row, by two exchanges. After both, lane l of warp w has the maxima
+of row ``16 w + 8 (q // 2) + l // 4``, q = l % 4: an even lane those of the first half of the pages,
+an odd one of the second. Of a single page both have the maximum.
 
-Two steps together can be exchanged so that full sectors of the score plane are stored: even lanes
-end with the first step's maxima of the rows (q // 2, i), i = 0 and 1, odd ones with the second's.
-
-*Integer maxima* are those of the bits: two nested ones are one instruction. They are the floats'
-unless one is NaN or all are negative; in the latter case they are negative, too. A NaN of negative
-sign is below every value that is not negative, so it does no harm.
+*Quick maxima* are those of the bits as integers: two nested ones are one instruction. They are the
+floats' unless one is NaN, which is looked for, or all are negative; then they are negative, too. A
+NaN of negative sign is below every value that is not negative, so it does no harm.
 """
 
 from __future__ import annotations
@@ -20,13 +18,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from msa_icp_jax.ops._mosaic import lanes
-from msa_icp_jax.ops._mosaic.lanes import Lane, f32, i32, maximum, where
+from msa_icp_jax.ops._mosaic.lanes import Lane, f32, i32, int32, maximum, where
 from msa_icp_jax.ops.prefill_score.wgmma import (
-    INT,
     KEYS,
     PRODUCTS,
     SCALAR,
@@ -59,8 +55,13 @@ class StepPages:
 
     @property
     def elements(self) -> int:
-        """Maxima that a thread has of 64 rows: (i, page)."""
+        """Maxima that a lane has of its own columns: (i, page)."""
         return 2 * self.count
+
+    @property
+    def kept(self) -> int:
+        """Maxima of a row that a lane ends with."""
+        return max(self.count // 2, 1)
 
 
 class Causal(NamedTuple):
@@ -71,16 +72,11 @@ class Causal(NamedTuple):
     first_key: Any  # position of the step's key 0
 
 
-# The maxima of a step's upper and lower 64 query rows, each as `lane_maxima` leaves them.
-type LaneMaxima = tuple[jax.Array, jax.Array]
-
-
-def lane_maxima(products: jax.Array, m: int, causal: Causal | None, pages: StepPages) -> jax.Array:
+def lane_maxima(products: jax.Array, causal: Causal | None, pages: StepPages) -> jax.Array:
     """Each lane's maxima over its own columns of every page, (i, page) from (0, 0) on.
 
     Args:
-      products: the settled products of query rows 64 m onwards and the step's keys.
-      m: 0 or 1.
+      products: the settled products of 64 query rows and the step's keys.
       causal: None where all rows see all keys.
       pages: the pages of the step.
     """
@@ -93,7 +89,7 @@ def lane_maxima(products: jax.Array, m: int, causal: Causal | None, pages: StepP
         place = Place()
         hides = Causal(*(lanes.scalar(s) for s in scalars)) if scalars else None
         best = [
-            _float_maximum(pairs, hides and _visible_below(place, m, i, g, hides, pages))
+            _float_maximum(pairs, hides and _visible_below(place, i, g, hides, pages))
             for i, g, pairs in _by_page(products, pages)
         ]
         return as_array(best, layout_of(pages.elements))
@@ -101,59 +97,43 @@ def lane_maxima(products: jax.Array, m: int, causal: Causal | None, pages: StepP
     return reduce(products, *scalars)
 
 
-def integer_maxima(products: jax.Array, pages: StepPages) -> jax.Array:
-    """As `lane_maxima` where all rows see all keys, but integer maxima."""
+def quick_maxima(products: jax.Array, pages: StepPages) -> jax.Array:
+    """As `lane_maxima` where all rows see all keys, but integer maxima, floats if a key is NaN.
+
+    A NaN key's products with all rows are NaN, so one row tells each warp.
+    """
 
     @plgpu.inline_mgpu(arg_types=(PRODUCTS,), return_type=type_of(pages.elements))
     def reduce(_: Any, products: Any) -> Any:
-        best = [_integer_maximum(pairs) for _, _, pairs in _by_page(products, pages)]
+        parts = [pairs for _, _, pairs in _by_page(products, pages)]
+        integers = [_integer_maximum(pairs) for pairs in parts]
+        nan = lanes.warp_any(is_nan(integers[: pages.count]))  # row i = 0
+        best = lanes.choose(
+            nan,
+            [f32()] * pages.elements,
+            lambda: [_float_maximum(pairs, None) for pairs in parts],
+            lambda: integers,
+        )
         return as_array(best, layout_of(pages.elements))
 
     return reduce(products)
 
 
-def any_nan(upper: jax.Array, pages: StepPages) -> jax.Array:
-    """Whether a key of the step is NaN, 0 or 1, as each warp sees it.
+def row_maxima(found: jax.Array, pages: StepPages, sm_scale: float) -> jax.Array:
+    """The maxima over all columns of every page, scaled, that a lane ends with.
 
     Args:
-      upper: integer maxima of the upper half. A NaN key's products with all rows are NaN, so one
-        row tells; its maximum then is NaN, too.
+      found: from `lane_maxima` or `quick_maxima`.
       pages: the pages of the step.
+      sm_scale: factor. What is not visible, or nothing but NaN, is -inf under any; a zero is +0.0.
     """
 
-    @plgpu.inline_mgpu(arg_types=(layout_of(pages.elements),), return_type=INT)
-    def look(_: Any, upper: Any) -> Any:
-        found = lanes.warp_any(is_nan(of_array(upper)[: pages.count]))  # row i = 0
-        return mgpu.FragmentedArray.splat(found.to_i32().value, (), is_signed=True)
+    @plgpu.inline_mgpu(arg_types=(layout_of(pages.elements),), return_type=type_of(pages.kept))
+    def share(_: Any, found: Any) -> Any:
+        best = share_row(Place(), of_array(found))
+        return as_array([_finish(x, sm_scale) for x in best], layout_of(pages.kept))
 
-    return look(upper)
-
-
-def lower_maxima(
-    products: tuple[jax.Array, jax.Array], upper: jax.Array, nan: jax.Array, pages: StepPages
-) -> LaneMaxima:
-    """Integer maxima of the lower half beside those of the upper; floats of both where `nan`."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(*[PRODUCTS] * 2, layout_of(pages.elements), SCALAR),
-        return_type=(type_of(pages.elements),) * 2,
-    )
-    def reduce(_: Any, first: Any, second: Any, upper: Any, nan: Any) -> Any:
-        def floats() -> list[Lane]:
-            halves = (_by_page(products, pages) for products in (first, second))
-            return [_float_maximum(pairs, None) for half in halves for _, _, pairs in half]
-
-        def integers() -> list[Lane]:
-            lower = [_integer_maximum(pairs) for _, _, pairs in _by_page(second, pages)]
-            return [*of_array(upper), *lower]
-
-        count = pages.elements
-        best = lanes.choose(lanes.scalar(nan).ne(0), [f32()] * (2 * count), floats, integers)
-        layout = layout_of(count)
-        return as_array(best[:count], layout), as_array(best[count:], layout)
-
-    upper, lower = reduce(*products, upper, nan)
-    return upper, lower
+    return share(found)
 
 
 # ---- parts of the inline code: each emits the program of one CUDA thread ----
@@ -163,53 +143,42 @@ class Place:
     """Where this thread's data lies, see the module's text."""
 
     def __init__(self) -> None:
-        self.thread = lanes.thread() & 127
-        lane = self.thread & 31
-        self.quad = lane & 3
-        self.first_row = (self.thread >> 5) * 16 + (lane >> 2)  # of (m, i) = (0, 0)
+        # Fresh, so that what follows from it is not kept in registers that products need.
+        thread = lanes.fresh(lanes.thread()) & 127
+        lane = thread & 31
+        self.warp, self.of_warp, self.quad = thread >> 5, lane >> 2, lane & 3
 
     @property
     def high(self) -> Lane:
-        """Whether the first exchange leaves this lane the lower 64 rows."""
+        """Whether the first exchange leaves this lane the row i = 1."""
         return self.quad >= 2
 
     @property
     def odd(self) -> Lane:
-        """Whether the second exchange leaves this lane the later rows, or the second step."""
+        """Whether the second exchange leaves this lane the second half of the pages."""
         return (self.quad & 1).ne(0)
 
-    def row(self) -> Lane:
-        """The row whose maxima this lane ends with."""
-        return self.first_row + (self.quad >> 1) * 64 + (self.quad & 1) * 8
+    def row(self, i: Lane | None = None) -> Lane:
+        """The row whose maxima this lane ends with, or its row i of the products."""
+        return self.warp * 16 + self.of_warp + (self.quad >> 1 if i is None else i) * 8
 
-    def row_of_pair(self, i: int) -> Lane:
-        """The i-th row of which this lane ends with a step's maxima, of two steps together."""
-        return self.first_row + ((self.quad >> 1) * 64 + i * 8)
+    def first_page(self, pages: StepPages) -> Lane:
+        """The first of the pages whose maxima this lane ends with."""
+        return (self.quad & 1) * (pages.count // 2)
 
-    def later_than(self, pin: Any) -> Place:
-        """This place, but for the compiler it depends on an array.
-
-        Its exchanges then come after that array's elements: the compiler would put them between
-        the multiplications' issue, which delays those. The dependence is a zero that it cannot
-        know.
-        """
-        zero = lanes.ptx("mov.u32 $0, %ctaid.z;", result=i32(), pure=True)
-        self.quad = self.quad ^ (of_array(pin)[-1].bits(i32()) & zero)
-        return self
+    def stores(self, pages: StepPages) -> Lane:
+        """Whether it is this lane that stores them."""
+        return ~self.odd if pages.count == 1 else self.quad >= 0
 
 
-def halve(place: Place, upper: Any, lower: Any) -> list[Lane]:
-    """The first exchange: (i, page) of this lane's half of the rows, q // 2."""
-    return [
-        exchange(place.high, a, b, 2) for a, b in zip(of_array(upper), of_array(lower), strict=True)
+def share_row(place: Place, found: list[Lane]) -> list[Lane]:
+    """Both exchanges: of (i, page) those of one row and half of the pages, NaN where all are."""
+    middle = len(found) // 2
+    row = [
+        exchange(place.high, a, b, 2) for a, b in zip(found[:middle], found[middle:], strict=True)
     ]
-
-
-def row_maxima(place: Place, upper: Any, lower: Any) -> list[Lane]:
-    """Both exchanges of one step: the page maxima of this lane's row, NaN where all are NaN."""
-    half = halve(place, upper, lower)
-    middle = len(half) // 2
-    return [exchange(place.odd, a, b, 1) for a, b in zip(half[:middle], half[middle:], strict=True)]
+    middle = max(len(row) // 2, 1)
+    return [exchange(place.odd, a, b, 1) for a, b in zip(row[:middle], row[-middle:], strict=True)]
 
 
 def exchange(upper: Lane, low: Lane, high: Lane, distance: int) -> Lane:
@@ -236,11 +205,9 @@ def _by_page(products: Any, pages: StepPages) -> list[tuple[int, int, Any]]:
     return [(i, g, tiles[g, :, i]) for i in range(2) for g in range(pages.count)]
 
 
-def _visible_below(
-    place: Place, m: int, i: int, page: int, causal: Causal, pages: StepPages
-) -> Lane:
-    """Row (m, i) sees this lane's column 8 n + e of a page where 8 n + e is below this."""
-    token = (place.first_row + (64 * m + 8 * i)) >> 2
+def _visible_below(place: Place, i: int, page: int, causal: Causal, pages: StepPages) -> Lane:
+    """Row i sees this lane's column 8 n + e of a page where 8 n + e is below this."""
+    token = place.row(int32(i)) >> 2
     seen = seen_keys(causal.position + token, causal.keys)
     return seen - causal.first_key - place.quad * 2 - page * pages.size
 
@@ -262,3 +229,10 @@ def _integer_maximum(pairs: Any) -> Lane:
     while len(values) > 2:
         values = [*values[3:], maximum(maximum(values[0], values[1]), values[2])]
     return maximum(*values).bits(f32())
+
+
+def _finish(x: Lane, sm_scale: float) -> Lane:
+    x = maximum(x, _LOWEST)
+    if sm_scale != 1.0:
+        x = where(x > _LOWEST, x * sm_scale, x)
+    return where(x.eq(0.0), 0.0, x)

@@ -14,18 +14,14 @@ class Pieces(NamedTuple):
     start_products: Callable[..., Any]
     settle_products: Callable[..., Any]
     lane_maxima: Callable[..., Any]
-    integer_maxima: Callable[..., Any]
-    any_nan: Callable[..., Any]
-    lower_maxima: Callable[..., Any]
+    quick_maxima: Callable[..., Any]
+    row_maxima: Callable[..., Any]
     store_maxima: Callable[..., Any]
+    stage_maxima: Callable[..., Any]
+    write_stage: Callable[..., Any]
     open_columns: Callable[..., Any]
     none_counted: Callable[..., Any]
-    store_and_count: Callable[..., Any]
-    no_maxima: Callable[..., Any]
-    no_half: Callable[..., Any]
-    store_upper_rows: Callable[..., Any]
-    store_lower_rows: Callable[..., Any]
-    store_pair: Callable[..., Any]
+    count_maxima: Callable[..., Any]
     fill_hidden: Callable[..., Any]
 
 
@@ -33,17 +29,13 @@ MACHINE = Pieces(
     wgmma.start_products,
     wgmma.settle_products,
     maxima.lane_maxima,
-    maxima.integer_maxima,
-    maxima.any_nan,
-    maxima.lower_maxima,
+    maxima.quick_maxima,
+    maxima.row_maxima,
     plane.store_maxima,
+    plane.stage_maxima,
+    plane.write_stage,
     plane.open_columns,
     plane.none_counted,
-    plane.store_and_count,
-    plane.no_maxima,
-    plane.no_maxima,
-    plane.store_upper_rows,
-    plane.store_lower_rows,
-    plane.store_pair,
+    plane.count_maxima,
     plane.fill_hidden,
 )

@@ -1,4 +1,9 @@
-"""The score plane: what the prefill kernel's warps store."""
+"""The score plane: what the prefill kernel's warps store.
+
+Sixteen bytes of a row at a time, a store takes the memory pipe 32 cycles, and as much of it as a
+product's operands in shared memory. So a warp gathers its sixteen rows' maxima of neighbouring
+steps in shared memory and stores whole lines of the plane.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +21,8 @@ from msa_icp_jax.ops._mosaic.lanes import Lane, Words, f32, int32, maximum, when
 from msa_icp_jax.ops.prefill_plan import balance
 from msa_icp_jax.ops.prefill_score.maxima import (
     Causal,
-    LaneMaxima,
     Place,
     StepPages,
-    exchange,
-    halve,
-    row_maxima,
     seen_keys,
 )
 from msa_icp_jax.ops.prefill_score.wgmma import (
@@ -35,6 +36,7 @@ from msa_icp_jax.ops.prefill_score.wgmma import (
 from msa_icp_jax.ops.select.long_rows import find_bounds
 
 _LOWEST = float("-inf")
+_WARP = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Plane:
         are "candidates" by the row's count, or "none".
       forced: None, or (begin, end), the forced blocks of the selection that alone reads the plane:
         scores that it cannot choose may then be any negative ones.
+      staged: columns that are gathered before they are stored, 0: none.
     """
 
     pages: StepPages
@@ -56,6 +59,7 @@ class Plane:
     sm_scale: float
     hidden: str
     forced: tuple[int, int] | None = None
+    staged: int = 0
 
     @property
     def scale(self) -> int:
@@ -64,7 +68,7 @@ class Plane:
 
 
 class Rows(NamedTuple):
-    """A consumer's rows of the plane, as scalars.
+    """64 rows of the plane, as scalars.
 
     Row 0 is plane row `first` (4 token + head); rows in [begin, end) are written.
     """
@@ -75,43 +79,138 @@ class Rows(NamedTuple):
 
 
 def store_maxima(
-    maxima: LaneMaxima, scores: Any, rows: Rows, column: Any, causal: Causal | None, plane: Plane
+    best: jax.Array, scores: Any, rows: Rows, column: Any, causal: Causal | None, plane: Plane
 ) -> None:
     """Writes the page maxima of one step's products to the score plane.
 
     Args:
-      maxima: see `maxima.lane_maxima`.
+      best: see `maxima.row_maxima`.
       scores: ref of the plane, float32 [tokens, 4, columns].
       rows: see `Rows`.
       column: first column of the step.
       causal: None where all rows see all keys and all columns exist.
       plane: see `Plane`.
     """
-    layout = layout_of(plane.pages.elements)
-    scalars = (*rows, column, *(causal or ()))
+    pages, scalars = plane.pages, (*rows, column, *(causal or ()))
 
-    @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType(), *[SCALAR] * len(scalars)))
-    def store(_: Any, upper: Any, lower: Any, scores: Any, *scalars: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(layout_of(pages.kept), plgpu.RefType(), *[SCALAR] * len(scalars)))
+    def store(_: Any, best: Any, scores: Any, *scalars: Any) -> None:
         first, begin, end, column, *causal = (lanes.scalar(s) for s in scalars)
         place = Place()
-        best = [_finish(x, plane.sm_scale) for x in row_maxima(place, upper, lower)]
-        row = place.row()
-        live = (row >= begin) & (row < end)
+        row, column = place.row(), column + place.first_page(pages)
+        live = (row >= begin) & (row < end) & place.stores(pages)
         target = _plane_row(scores, first + row, plane.columns) + column
         if not causal:
             with when(live):
-                _store_row(target, best, plane.columns)
+                _store_row(target, of_array(best), plane.columns)
             return
         position, keys, _ = causal
         seen = seen_keys(position + (row >> 2), keys)
-        for g, value in enumerate(best):
+        for g, value in enumerate(of_array(best)):
             written = live & (column + g < plane.columns)
             if plane.hidden == "none":
-                written &= (column + g) * plane.pages.size < seen
+                written &= (column + g) * pages.size < seen
             with when(written):
                 (target + g).store(value)
 
-    store(*maxima, scores, *scalars)
+    store(best, scores, *scalars)
+
+
+# ---- whole lines ----
+
+_STAGE_PADDING = 4  # words of a staged row, so that no two rows of a store lie in the same banks
+
+
+def stage_pitch(columns: int) -> int:
+    """Words of a staged row."""
+    return columns + _STAGE_PADDING
+
+
+def stage_maxima(best: jax.Array, stage: Any, column: Any, plane: Plane) -> None:
+    """Keeps the page maxima of one step's products for `write_stage`.
+
+    A warp's rows lie together, rows i = 0 and 1 of a lane as neighbours.
+
+    Args:
+      best: see `maxima.row_maxima`.
+      stage: ref of this warpgroup's part of shared memory, float32 [64, pitch].
+      column: first staged column of the step.
+      plane: see `Plane`.
+    """
+    pages = plane.pages
+
+    @plgpu.inline_mgpu(arg_types=(layout_of(pages.kept), plgpu.RefType(), SCALAR))
+    def put(_: Any, best: Any, stage: Any, column: Any) -> None:
+        place = Place()
+        staged = place.warp * 16 + place.of_warp * 2 + (place.quad >> 1)
+        column = lanes.scalar(column) + place.first_page(pages)
+        with when(place.stores(pages)):
+            (Words.of(stage) + (staged * stage_pitch(plane.staged) + column)).store_vector(
+                of_array(best)
+            )
+
+    put(best, stage, column)
+
+
+def write_stage(
+    stage: Any, scores: Any, rows: Rows, column: Any, begin: Any, end: Any, plane: Plane
+) -> None:
+    """Writes staged columns [begin, end) of all rows, a lane a column.
+
+    Args:
+      stage: see `stage_maxima`.
+      scores, rows, plane: as for `store_maxima`.
+      column: the plane's column of the first staged one.
+      begin, end: see above.
+    """
+    assert plane.staged <= _WARP
+    scalars, pitch = (*rows, column, begin, end), stage_pitch(plane.staged)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[SCALAR] * len(scalars)))
+    def write(_: Any, stage: Any, scores: Any, *scalars: Any) -> None:
+        first, begin, end, column, begin_column, end_column = (lanes.scalar(s) for s in scalars)
+        thread = lanes.fresh(lanes.thread()) & 127  # or the compiler keeps all rows' addresses
+        warp, lane = thread >> 5, thread & (_WARP - 1)
+        source = Words.of(stage) + warp * (16 * pitch)
+        target = _plane_row(scores, first + warp * 16, plane.columns) + column
+
+        def live(staged_row: Lane) -> tuple[Lane, Lane]:
+            """The row of the warp's, and whether it is written."""
+            row = (staged_row & 1) * 8 + (staged_row >> 1)
+            at = warp * 16 + row
+            return row, (at >= begin) & (at < end)
+
+        def write_lines() -> None:
+            """A lane has four columns, the warp four rows at a time."""
+            chunk = (lane & 7) * 4
+            places = [(lane >> 3) + at for at in range(0, 16, 4)]
+            lines = [(source + (x * pitch + chunk)).load_vector(f32(), 4) for x in places]
+            for x, values in zip(places, lines, strict=True):
+                row, wanted = live(x)
+                with when(wanted):
+                    _store_row(target + (row * plane.columns + chunk), list(values), plane.columns)
+
+        def write_columns() -> None:
+            """A lane has a column."""
+            wanted = (lane >= begin_column) & (lane < end_column)
+            place = lanes.minimum(lane, plane.staged - 1)
+            values = [(source + (place + at * pitch)).load(f32()) for at in range(16)]
+            for at, value in enumerate(values):
+                row, of_rows = live(int32(at))
+                lanes.store_where(target + (row * plane.columns + lane), value, wanted & of_rows)
+
+        lanes.warp_barrier()
+        whole = begin_column.eq(0) & end_column.eq(_WARP)
+        if plane.staged < _WARP or plane.columns % 4:
+            write_columns()
+        else:
+            with when(whole):
+                write_lines()
+            with when(~whole):
+                write_columns()
+        lanes.warp_barrier()  # before others are kept there
+
+    write(stage, scores, *scalars)
 
 
 # ---- planes that only a selection reads ----
@@ -135,7 +234,7 @@ def open_columns(
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR] * 4), return_type=(INT, INT))
     def run(_: Any, counts: Any, *scalars: Any) -> Any:
         offset, first, begin, end = (lanes.scalar(x) for x in scalars)
-        lane = lanes.thread() & 31  # of the consumer's 32 tokens
+        lane = lanes.thread() & 31  # a token's, of the 16 that the rows are of
         token = lanes.minimum((first >> 2) + lane, tokens - 1)
         bounds = find_bounds(
             (Words.of(counts) + token).load(),
@@ -156,7 +255,7 @@ def open_columns(
 
 
 def none_counted() -> jax.Array:
-    """The count of every row at first, see `store_and_count`."""
+    """The counts at first, see `count_maxima`."""
 
     @plgpu.inline_mgpu(return_type=type_of(1))
     def zeros(_: Any) -> Any:
@@ -165,194 +264,47 @@ def none_counted() -> jax.Array:
     return zeros()
 
 
-def store_and_count(
-    maxima: LaneMaxima,
-    scores: Any,
-    rows: Rows,
-    column: Any,
-    front: Any,
-    counted: jax.Array,
-    plane: Plane,
+def count_maxima(
+    best: jax.Array, rows: Rows, column: Any, front: Any, counted: jax.Array, plane: Plane
 ) -> tuple[jax.Array, jax.Array]:
-    """`store_maxima` where all rows see all keys; counts columns that are not negative.
+    """Counts columns that are not negative.
 
     Args:
+      best: see `maxima.row_maxima`.
+      rows: see `Rows`.
+      column: first column of the step.
       front: columns below it are not counted.
-      counted: of every row, so far.
-      others: as for `store_maxima`.
+      counted: of every lane's row and pages, so far.
+      plane: see `Plane`.
 
     Returns:
       The counts, and 1 where every row that is written has 16, so that no negative score of a
       later column is chosen (a zero of a later column neither), else 0.
     """
-    layout = layout_of(plane.pages.elements)
-    scalars = (*rows, column, front)
+    pages, scalars = plane.pages, (*rows, column, front)
+    needed = TOPK if pages.count == 1 else TOPK // 2  # of each of the two lanes of a row
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, layout, layout_of(1), plgpu.RefType(), *[SCALAR] * len(scalars)),
+        arg_types=(layout_of(pages.kept), layout_of(1), *[SCALAR] * len(scalars)),
         return_type=(type_of(1), INT),
     )
-    def store(_: Any, upper: Any, lower: Any, counted: Any, scores: Any, *scalars: Any) -> Any:
-        first, begin, end, column, front = (lanes.scalar(s) for s in scalars)
+    def count(_: Any, best: Any, counted: Any, *scalars: Any) -> Any:
+        _, begin, end, column, front = (lanes.scalar(s) for s in scalars)
         place = Place()
-        best = [_finish(x, plane.sm_scale) for x in row_maxima(place, upper, lower)]
-        row = place.row()
-        live = (row >= begin) & (row < end)
-        with when(live):
-            target = _plane_row(scores, first + row, plane.columns) + column
-            _store_row(target, best, plane.columns)
+        row, column = place.row(), column + place.first_page(pages)
         (number,) = of_array(counted)
-        for g, value in enumerate(best):
+        for g, value in enumerate(of_array(best)):
             number = where((value >= 0.0) & (column + g >= front), number + 1.0, number)
-        ready = lanes.team_all((number >= float(TOPK)) | ~live).to_i32()
+        live = (row >= begin) & (row < end)
+        ready = lanes.team_all((number >= float(needed)) | ~live).to_i32()
+        ready = lanes.warp_from(ready, 0)  # known to be the same in all lanes: steps go by it
         return (
             as_array([number], layout_of(1)),
             mgpu.FragmentedArray.splat(ready.value, (), is_signed=True),
         )
 
-    counted, ready = store(*maxima, counted, scores, *scalars)
+    counted, ready = count(best, counted, *scalars)
     return counted, ready
-
-
-# Two steps' maxima go to the plane together, while the next two are multiplied: in the first of
-# these `store_upper_rows`, in the second `store_lower_rows`.
-
-
-def no_maxima(pages: StepPages) -> jax.Array:
-    """Stands for what the first two steps find."""
-
-    @plgpu.inline_mgpu(return_type=type_of(pages.elements))
-    def nothing(_: Any) -> Any:
-        values = [lanes.constant(_LOWEST, f32())] * pages.elements
-        return as_array(values, layout_of(pages.elements))
-
-    return nothing()
-
-
-def store_upper_rows(
-    half: jax.Array,
-    second: LaneMaxima,
-    pin: jax.Array,
-    scores: Any,
-    rows: Rows,
-    columns: tuple[Any, Any],
-    plane: Plane,
-) -> jax.Array:
-    """Writes two steps' maxima of the rows i = 0.
-
-    Args:
-      half: the first step's maxima after the first exchange.
-      second: the second step's maxima.
-      pin: an array that is there before this is wanted, see `maxima.Place.later_than`.
-      scores, rows, plane: as for `store_maxima`.
-      columns: (column, first): of the first step; nothing is written if it lies before `first`.
-
-    Returns:
-      What is left for the rows i = 1.
-    """
-    layout = layout_of(plane.pages.elements)
-    scalars = (*rows, *columns)
-
-    @plgpu.inline_mgpu(
-        arg_types=(*[layout] * 4, plgpu.RefType(), *[SCALAR] * len(scalars)),
-        return_type=type_of(plane.pages.elements),
-    )
-    def store(
-        _: Any, half: Any, upper: Any, lower: Any, pin: Any, scores: Any, *others: Any
-    ) -> Any:
-        place = Place().later_than(pin)
-        first, second = of_array(half), halve(place, upper, lower)
-        middle = plane.pages.count
-        pair = _Pair(place, scores, [lanes.scalar(x) for x in others], plane)
-        pair.store(0, first[:middle], second[:middle])
-        return as_array([*first[middle:], *second[middle:]], layout)
-
-    return store(half, *second, pin, scores, *scalars)
-
-
-def store_lower_rows(
-    rest: jax.Array,
-    following: LaneMaxima,
-    pin: jax.Array,
-    scores: Any,
-    rows: Rows,
-    columns: tuple[Any, Any],
-    plane: Plane,
-) -> jax.Array:
-    """Writes two steps' maxima of the rows i = 1.
-
-    Args:
-      rest: from `store_upper_rows`.
-      following: the maxima of the step that follows the two.
-      others: as for `store_upper_rows`.
-
-    Returns:
-      The following step's maxima after the first exchange.
-    """
-    layout = layout_of(plane.pages.elements)
-    scalars = (*rows, *columns)
-
-    @plgpu.inline_mgpu(
-        arg_types=(*[layout] * 4, plgpu.RefType(), *[SCALAR] * len(scalars)),
-        return_type=type_of(plane.pages.elements),
-    )
-    def store(
-        _: Any, rest: Any, upper: Any, lower: Any, pin: Any, scores: Any, *others: Any
-    ) -> Any:
-        place = Place().later_than(pin)
-        found, middle = of_array(rest), plane.pages.count
-        next_half = halve(place, upper, lower)
-        pair = _Pair(place, scores, [lanes.scalar(x) for x in others], plane)
-        pair.store(1, found[:middle], found[middle:])
-        return as_array(next_half, layout)
-
-    return store(rest, *following, pin, scores, *scalars)
-
-
-def store_pair(
-    half: jax.Array,
-    second: LaneMaxima,
-    scores: Any,
-    rows: Rows,
-    columns: tuple[Any, Any],
-    plane: Plane,
-) -> None:
-    """Writes two steps' maxima of all rows; arguments as for `store_upper_rows`."""
-    layout = layout_of(plane.pages.elements)
-    scalars = (*rows, *columns)
-
-    @plgpu.inline_mgpu(arg_types=(*[layout] * 3, plgpu.RefType(), *[SCALAR] * len(scalars)))
-    def store(_: Any, half: Any, upper: Any, lower: Any, scores: Any, *others: Any) -> None:
-        place = Place()
-        first, second = of_array(half), halve(place, upper, lower)
-        middle = plane.pages.count
-        pair = _Pair(place, scores, [lanes.scalar(x) for x in others], plane)
-        for i in range(2):
-            part = slice(i * middle, (i + 1) * middle)
-            pair.store(i, first[part], second[part])
-
-    store(half, *second, scores, *scalars)
-
-
-class _Pair:
-    """Stores two steps' maxima, of one thread: two rows, and one of the steps."""
-
-    def __init__(self, place: Place, scores: Any, scalars: list[Lane], plane: Plane) -> None:
-        self.place, self.scores, self.plane = place, scores, plane
-        self.first, self.begin, self.end, column, first_column = scalars
-        self.wanted = column >= first_column
-        self.column = column + (Place().quad & 1) * plane.pages.count
-
-    def store(self, i: int, first: list[Lane], second: list[Lane]) -> None:
-        """Row i: the second exchange, after which the two lanes of a row have a step each."""
-        best = [
-            _finish(exchange(self.place.odd, a, b, 1), self.plane.sm_scale)
-            for a, b in zip(first, second, strict=True)
-        ]
-        row = Place().row_of_pair(i)
-        with when((row >= self.begin) & (row < self.end) & self.wanted):
-            target = _plane_row(self.scores, self.first + row, self.plane.columns)
-            _store_row(target + self.column, best, self.plane.columns)
 
 
 # ---- columns that no consumer writes ----
@@ -431,14 +383,6 @@ def fill_hidden(
         lanes.loop(int32(0), turns, 32, (), some)
 
     fill(scores, *work, counts, first, stride, offset)
-
-
-def _finish(x: Lane, sm_scale: float) -> Lane:
-    """Nothing visible, or nothing but NaN, is -inf under any scale; a zero is +0.0."""
-    x = maximum(x, _LOWEST)
-    if sm_scale != 1.0:
-        x = where(x > _LOWEST, x * sm_scale, x)
-    return where(x.eq(0.0), 0.0, x)
 
 
 def _store_row(target: Words, values: list[Lane], columns: int) -> None:

@@ -23,11 +23,11 @@ from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, int32
 
 KEYS = 128  # keys of a step
-ROWS = 128  # query rows of a warpgroup: 32 tokens x 4 heads
-HALF = 64  # query rows that are multiplied at once
+ROWS = 64  # query rows that are multiplied at once: 16 tokens x 4 heads
 SCALAR = plgpu.Layout.WG_SPLAT
 INT = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), SCALAR)
-_FRAGMENT = HALF * KEYS // 128  # products of a thread
+_THREADS = 128
+_FRAGMENT = ROWS * KEYS // _THREADS  # products of a thread
 _ATOM = 128  # bytes of a row that lie together
 _KINDS = {  # 32 bytes of each row at a time; the flags: no negation, no transposition
     np.dtype(jnp.float8_e4m3fn): ("k32.f32.e4m3.e4m3", "1, 1"),
@@ -38,12 +38,12 @@ _KINDS = {  # 32 bytes of each row at a time; the flags: no negation, no transpo
 
 def layout_of(elements: int) -> Any:
     """How an array with so many elements a thread lies in registers."""
-    return plgpu.Layout.WG_STRIDED((elements * ROWS,), 1)
+    return plgpu.Layout.WG_STRIDED((elements * _THREADS,), 1)
 
 
 def type_of(elements: int) -> Any:
     """An array with so many float32 elements a thread."""
-    return plgpu.ShapeDtypeStruct((elements * ROWS,), np.dtype(np.float32), layout_of(elements))
+    return plgpu.ShapeDtypeStruct((elements * _THREADS,), np.dtype(np.float32), layout_of(elements))
 
 
 PRODUCTS = layout_of(_FRAGMENT)
@@ -107,7 +107,7 @@ def settle_products(
       The products and `after`.
     """
     kept = [] if after is None else [after]
-    sizes = [x.shape[0] // ROWS for x in kept]
+    sizes = [x.shape[0] // _THREADS for x in kept]
     layouts, types = [layout_of(n) for n in sizes], [type_of(n) for n in sizes]
 
     @plgpu.inline_mgpu(arg_types=(PRODUCTS, *layouts), return_type=(_PRODUCTS_TYPE, *types))
