@@ -997,7 +997,8 @@ def test_peers_are_measured_at_every_case_of_decode_and_prefill():
     decodes = {case.name for case in DECODE}
     wide = {case.name for case in BF16 if case.name.startswith("d-")}
     assert of["torch"] == every and of["torch_compile"] == decodes
-    assert of["flashinfer"] == of["vllm"] == every | wide
+    assert of["flashinfer"] == every | wide
+    assert of["vllm"] == every | {case.name for case in BF16}
     assert of["flashinfer-no-icp"] == decodes | wide
     own = [x.case.name for x in items if (x.stage, x.backend) == ("local", "mosaic")]
     assert set(own) == every | {case.name for case in (*ADVERSARIAL, *BF16)}
