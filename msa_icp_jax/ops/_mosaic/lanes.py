@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, scf
@@ -148,6 +149,26 @@ def int32(number: int) -> Lane:
 def scalar(argument: Any) -> Lane:
     """A scalar argument of an `inline_mgpu` function."""
     return Lane(argument.registers.item())
+
+
+def as_array(elements: Sequence[Lane], layout: Any) -> mgpu.FragmentedArray:
+    """An array with so many elements a thread, of a Pallas layout WG_STRIDED(.., 1)."""
+    vector_type = ir.VectorType.get((1,), elements[0].type)
+    registers = np.empty((len(elements),), dtype=object)
+    for i, x in enumerate(elements):
+        registers[i] = llvm.insertelement(llvm.mlir_undef(vector_type), x.value, int32(0).value)
+    signed = None if isinstance(elements[0].type, ir.FloatType) else True
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=signed)
+
+
+def of_array(array: mgpu.FragmentedArray) -> list[Lane]:
+    """This thread's elements of such an array."""
+    return [Lane(llvm.extractelement(x, int32(0).value)) for x in array.registers.flat]
+
+
+def as_scalar(x: Lane) -> mgpu.FragmentedArray:
+    """An int32 that all threads have alike, as a scalar result of an `inline_mgpu` function."""
+    return mgpu.FragmentedArray.splat(x.value, (), is_signed=True)
 
 
 def where(condition: Lane, a: Lane | float, b: Lane | float) -> Lane:

@@ -45,8 +45,6 @@ from msa_icp_jax.ops.decode_score.work_balance import (
     WARP,
     Work,
     divide,
-    of_thread,
-    per_thread,
 )
 
 _SCALAR = plgpu.Layout.WG_SPLAT
@@ -173,7 +171,7 @@ def _read_queries(query: jax.Ref, request: jax.Array, scorer: Scorer) -> list[ja
             place = Words.of(query) + (row * (scorer.ring.row_bytes // 4) + piece * _PIECE_WORDS)
             text = "ld.relaxed.gpu.global.v4.b32 {$0, $1, $2, $3}, [$4];"
             words += lanes.ptx(text, Lane(place.pointer), result=(lanes.i32(),) * 4)
-        return tuple(per_thread(word) for word in words)
+        return tuple(lanes.as_array([word], PER_THREAD) for word in words)
 
     return list(read(query, request))
 
@@ -184,7 +182,7 @@ def _keep_queries(queries: jax.Ref, words: list[jax.Array], scorer: Scorer) -> N
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[PER_THREAD] * len(words)))
     def keep(_: Any, queries: Any, *words: Any) -> None:
         for i in range(_pieces(scorer)):
-            parts = [of_thread(word) for word in words[4 * i : 4 * i + 4]]
+            parts = [x for word in words[4 * i : 4 * i + 4] for x in lanes.of_array(word)]
             row, piece = _piece_of_row(lanes.thread() + i * _THREADS, scorer)
             lane = (row & 7) * 4 + (piece & 3)
             at = (row >> 3) * _QUERY_WORDS + (piece >> 2) * (scorer.piece_steps * 2 * WARP)

@@ -36,8 +36,6 @@ from msa_icp_jax.ops.decode_score.work_balance import (
     WARP,
     Batch,
     Work,
-    of_thread,
-    per_thread,
 )
 
 SEGMENT_STEPS = 32  # steps whose page ids are held at a time
@@ -166,7 +164,8 @@ def _read_ids(table: jax.Ref, work: Work, ring: PageRing) -> jax.Array:
     def read(_: Any, table: Any, *work: Any) -> Any:
         request, length, first, steps = (lanes.scalar(x) for x in work)
         page = first * STEP_PAGES + lanes.thread()
-        return per_thread(page_id_at(table, request, length, page, steps > 0, ring))
+        page_id = page_id_at(table, request, length, page, steps > 0, ring)
+        return lanes.as_array([page_id], PER_THREAD)
 
     return read(table, *work)
 
@@ -183,7 +182,7 @@ def _prefetch(
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), PER_THREAD, *[_SCALAR] * 3))
     def prefetch(_: Any, keys: Any, query: Any, ids: Any, *scalars: Any) -> None:
         request, steps, ahead = (lanes.scalar(x) for x in scalars)
-        page_id, thread = of_thread(ids), lanes.thread()
+        (page_id,), thread = lanes.of_array(ids), lanes.thread()
         with when((thread < ahead * STEP_PAGES) & (page_id >= 0)):
             lanes.ptx(
                 "cp.async.bulk.prefetch.L2.global.L2::cache_hint [$0], $1, $2;",
@@ -202,7 +201,7 @@ def _keep_ids(page_ids: jax.Ref, ids: jax.Array, count: jax.Array) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, _SCALAR))
     def keep(_: Any, page_ids: Any, ids: Any, count: Any) -> None:
         at = lanes.scalar(count) * STEP_PAGES + lanes.thread()
-        (Words.of(page_ids) + (at & (KEPT_IDS - 1))).store(of_thread(ids))
+        (Words.of(page_ids) + (at & (KEPT_IDS - 1))).store(*lanes.of_array(ids))
 
     keep(page_ids, ids, count)
 
@@ -232,7 +231,8 @@ def _read_first(table: jax.Ref, work: Work, steps: jax.Array, ring: PageRing) ->
         request, length, first, steps = (lanes.scalar(x) for x in scalars)
         step = lanes.thread() & (WARP - 1)
         page = (first + step) * STEP_PAGES + warp_number()
-        return per_thread(page_id_at(table, request, length, page, step < steps, ring))
+        page_id = page_id_at(table, request, length, page, step < steps, ring)
+        return lanes.as_array([page_id], PER_THREAD)
 
     return read(table, *work[:3], steps)
 
@@ -245,7 +245,8 @@ def _copy_first(
         step = lanes.thread() & (WARP - 1)
         lanes.warp_barrier()  # the barriers are ready
         with when(step < lanes.scalar(steps)):
-            _copy_page(keys, slots, arrived, of_thread(first), step, ring)
+            (page_id,) = lanes.of_array(first)
+            _copy_page(keys, slots, arrived, page_id, step, ring)
 
     copy(keys, scratch["slots"], scratch["arrived"], first, steps)
 

@@ -18,10 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 
 from msa_icp_jax.geometry import round_up
 from msa_icp_jax.ops._mosaic import lanes
@@ -128,7 +126,8 @@ def _read_lengths(lengths: jax.Ref, batch: Batch) -> list[jax.Array]:
         for chunk in chunks:
             at = lanes.minimum(lane + chunk, batch.requests - 1)
             value = lanes.load_fresh(Words.of(lengths) + at)
-            values.append(per_thread(where(lane + chunk < batch.requests, value, 0)))
+            value = where(lane + chunk < batch.requests, value, 0)
+            values.append(lanes.as_array([value], PER_THREAD))
         return tuple(values)
 
     return list(read(lengths))
@@ -142,7 +141,7 @@ def _keep_lengths(kept: jax.Ref, values: list[jax.Array]) -> None:
         warp, lane = lanes.thread() >> 5, lanes.thread() & (WARP - 1)
         for i, value in enumerate(values):
             with lanes.when(warp.eq(i % 4)):
-                (Words.of(kept) + (i * WARP + lane)).store(of_thread(value))
+                (Words.of(kept) + (i * WARP + lane)).store(*lanes.of_array(value))
 
     keep(kept, *values)
 
@@ -156,8 +155,9 @@ def _find_work(lengths: list[jax.Array], batch: Batch, grid: Grid) -> Work:
     )
     def find(_: Any, cta: Any, *lengths: Any) -> Any:
         lane = lanes.thread() & (WARP - 1)
-        work = work_in_lanes([of_thread(x) for x in lengths], lanes.scalar(cta), lane, batch, grid)
-        return tuple(_scalar_result(x) for x in work)
+        values = [x for chunk in lengths for x in lanes.of_array(chunk)]
+        work = work_in_lanes(values, lanes.scalar(cta), lane, batch, grid)
+        return tuple(lanes.as_scalar(x) for x in work)
 
     return Work(*find(lax.axis_index(CTA), *lengths))
 
@@ -210,21 +210,3 @@ def _part(total: Lane, cta: Lane, grid: Grid) -> tuple[Lane, Lane]:
     late_start, late_steps = equal(total - early, grid.late, cta - grid.resident)
     first_ones = cta < grid.resident
     return where(first_ones, start, early + late_start), where(first_ones, steps, late_steps)
-
-
-def per_thread(x: Lane) -> Any:
-    """One integer of each thread as an array of 128."""
-    vector = llvm.mlir_undef(ir.VectorType.get((1,), lanes.i32()))
-    vector = llvm.insertelement(vector, x.value, int32(0).value)
-    return mgpu.FragmentedArray(
-        _registers=np.array([vector], dtype=object), _layout=PER_THREAD.to_mgpu(), _is_signed=True
-    )
-
-
-def of_thread(array: Any) -> Lane:
-    """This thread's integer of such an array."""
-    return Lane(llvm.extractelement(array.registers.item(), int32(0).value))
-
-
-def _scalar_result(x: Lane) -> Any:
-    return mgpu.FragmentedArray.splat(x.value, (), is_signed=True)

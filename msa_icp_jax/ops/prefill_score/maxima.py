@@ -21,14 +21,21 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from msa_icp_jax.ops._mosaic import lanes
-from msa_icp_jax.ops._mosaic.lanes import Lane, f32, i32, int32, maximum, where
+from msa_icp_jax.ops._mosaic.lanes import (
+    Lane,
+    as_array,
+    f32,
+    i32,
+    int32,
+    maximum,
+    of_array,
+    where,
+)
 from msa_icp_jax.ops.prefill_score.wgmma import (
     KEYS,
     PRODUCTS,
     SCALAR,
-    as_array,
     layout_of,
-    of_array,
     type_of,
 )
 

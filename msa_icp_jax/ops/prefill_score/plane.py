@@ -11,13 +11,23 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith, llvm
 
 from msa_icp_jax.geometry import BLOCK_SIZE, MAX_BLOCKS, NUM_HEADS, TOPK
 from msa_icp_jax.ops._mosaic import lanes
-from msa_icp_jax.ops._mosaic.lanes import Lane, Words, f32, int32, maximum, when, where
+from msa_icp_jax.ops._mosaic.lanes import (
+    Lane,
+    Words,
+    as_array,
+    as_scalar,
+    f32,
+    int32,
+    maximum,
+    of_array,
+    when,
+    where,
+)
 from msa_icp_jax.ops.prefill_plan import balance
 from msa_icp_jax.ops.prefill_score.maxima import (
     Causal,
@@ -28,9 +38,7 @@ from msa_icp_jax.ops.prefill_score.maxima import (
 from msa_icp_jax.ops.prefill_score.wgmma import (
     INT,
     SCALAR,
-    as_array,
     layout_of,
-    of_array,
     type_of,
 )
 from msa_icp_jax.ops.select.long_rows import find_bounds
@@ -248,7 +256,7 @@ def open_columns(
         live = (row >= begin) & (row < end)
         front = lanes.warp_max(where(live, bounds.front, 0))
         back = lanes.warp_min(where(live, bounds.back, plane.columns))
-        return tuple(mgpu.FragmentedArray.splat(x.value, (), is_signed=True) for x in (front, back))
+        return tuple(as_scalar(x) for x in (front, back))
 
     front, back = run(counts, offset, *rows)
     return front, back
@@ -300,7 +308,7 @@ def count_maxima(
         ready = lanes.warp_from(ready, 0)  # known to be the same in all lanes: steps go by it
         return (
             as_array([number], layout_of(1)),
-            mgpu.FragmentedArray.splat(ready.value, (), is_signed=True),
+            as_scalar(ready),
         )
 
     counted, ready = count(best, counted, *scalars)

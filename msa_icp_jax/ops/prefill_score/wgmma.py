@@ -7,7 +7,6 @@ elements of every 8 columns: two of row i = 0, then two of row i = 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from msa_icp_jax.geometry import HEAD_DIM
 from msa_icp_jax.ops._mosaic import lanes
-from msa_icp_jax.ops._mosaic.lanes import Lane, int32
+from msa_icp_jax.ops._mosaic.lanes import Lane, as_array, of_array
 
 KEYS = 128  # keys of a step
 ROWS = 64  # query rows that are multiplied at once: 16 tokens x 4 heads
@@ -122,21 +120,6 @@ def settle_products(
 
     products, *kept = settle(products, *kept)
     return products, kept[0] if kept else None
-
-
-def as_array(elements: Sequence[Lane], layout: Any) -> Any:
-    """An array with len(elements) elements a thread, of layout WG_STRIDED(.., 1)."""
-    vector_type = ir.VectorType.get((1,), elements[0].type)
-    registers = np.empty((len(elements),), dtype=object)
-    for i, x in enumerate(elements):
-        registers[i] = llvm.insertelement(llvm.mlir_undef(vector_type), x.value, int32(0).value)
-    signed = None if isinstance(elements[0].type, ir.FloatType) else True
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=signed)
-
-
-def of_array(array: Any) -> list[Lane]:
-    """This thread's elements of such an array."""
-    return [Lane(llvm.extractelement(x, int32(0).value)) for x in array.registers.flat]
 
 
 def _matrix(tile: Any, row_bytes: int) -> Lane:

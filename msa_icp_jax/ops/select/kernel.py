@@ -37,7 +37,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
@@ -303,7 +302,7 @@ def _read_bounds_early(counts: Any, index_offset: Any, facts: Select) -> tuple[A
     def read(_: Any, counts: Any, index_offset: Any, cta: Any) -> Any:
         token = lanes.scalar(cta) >> (2 if facts.team > 1 else 0)
         found = lanes.load_fresh(Words.of(counts) + token), lanes.load_fresh(Words.of(index_offset))
-        return tuple(mgpu.FragmentedArray.splat(x.value, (), is_signed=True) for x in found)
+        return tuple(lanes.as_scalar(x) for x in found)
 
     return read(counts, index_offset, lax.axis_index(CTA))
 
