@@ -1,4 +1,4 @@
-"""The decode kernel's logic (stock ops, in the interpreter, with race detection)."""
+"""The decode kernel's logic (plain Pallas, in the interpreter, with race detection)."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def _sizes(requests: int, columns: int, rows: int, tokens: int) -> tuple[Batch, 
 
 
 def test_work_begins_in_a_request_of_the_batch(monkeypatch):
-    """The machine finds the work that the stock way finds; a CTA without any stays in the batch."""
+    """The machine finds the work that the plain way finds; a CTA without any stays in the batch."""
     lanes = SimpleNamespace(
         minimum=lane_simulator._minimum,
         maximum=lane_simulator._maximum,

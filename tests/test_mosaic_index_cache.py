@@ -1,4 +1,4 @@
-"""The index-key write kernel's logic (stock ops, in the interpreter) against the oracle."""
+"""The index-key write kernel's logic (plain Pallas, in the interpreter) against the oracle."""
 
 from __future__ import annotations
 

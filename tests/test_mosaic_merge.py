@@ -1,4 +1,4 @@
-"""The owner merge kernel's logic (stock ops, in the interpreter) against the oracle."""
+"""The owner merge kernel's logic (plain Pallas, in the interpreter) against the oracle."""
 
 from __future__ import annotations
 

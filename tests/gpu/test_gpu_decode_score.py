@@ -1,6 +1,6 @@
 """The decode kernel on the GPU: the machine pieces against the oracle.
 
-The interpreter tests hold the stock-op twins to the same oracle, so both forms agree.
+The interpreter tests hold the twins in plain Pallas to the same oracle, so both forms agree.
 """
 
 from __future__ import annotations

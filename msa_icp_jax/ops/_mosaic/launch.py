@@ -34,7 +34,7 @@ class Target:
     Attributes:
       sms: streaming multiprocessors of the GPU; persistent grids are multiples of it.
       interpret: run on the CPU with race detection. Inline machine pieces are then replaced by
-        their stock twins, and grids stay small (`sms` is the number of CTAs to simulate).
+        twins in plain Pallas, and grids stay small (`sms` is the number of CTAs to simulate).
     """
 
     sms: int = HOPPER_SMS

@@ -29,7 +29,7 @@ _FREE = 0  # a flag: the owner has merged the row that was here
 
 @dataclasses.dataclass(frozen=True)
 class Owners:
-    """The static facts of rows that go to their owners.
+    """The static parameters of rows that go to their owners.
 
     Attributes:
       world_size: W.
@@ -109,7 +109,7 @@ class PeerRows:
         """`prepare` has to follow.
 
         Args:
-          owners: the static facts.
+          owners: the static parameters.
           operands: addresses (low, high) of every owner's storage; the rank; the running count of
             calls; errors [1] for legacy rows, publish generations [3, 4, C] for tagged ones.
           seen: shared memory of this warp, `SEEN_WORDS`, for what `look_ahead` sees.

@@ -1,4 +1,4 @@
-"""The decode scorer's parts in stock operations, which the interpreter runs."""
+"""The decode scorer's parts in plain Pallas, which the interpreter runs."""
 
 from __future__ import annotations
 

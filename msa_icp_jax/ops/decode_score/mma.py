@@ -78,7 +78,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Scorer:
-    """Static facts of the products.
+    """Static parameters of the products.
 
     Attributes:
       ring: where keys come from.

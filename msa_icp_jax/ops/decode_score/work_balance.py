@@ -35,7 +35,7 @@ PER_THREAD = plgpu.Layout.WG_STRIDED((4 * WARP,), vec_size=1)
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Static facts of a decode batch.
+    """Static parameters of a decode batch.
 
     Attributes:
       requests: requests B.

@@ -1,4 +1,4 @@
-"""The index-key write in stock operations, which the interpreter runs: token by token."""
+"""The index-key write in plain Pallas, which the interpreter runs: token by token."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from jax.experimental import pallas as pl
 
 from msa_icp_jax.geometry import cdiv
 from msa_icp_jax.ops._mosaic.launch import CTA
-from msa_icp_jax.ops.index_cache.kernel import Write
+from msa_icp_jax.ops.index_cache.kernel import WriteParams
 
 
-def write(new_k: Any, slots: Any, rank: Any, cache: Any, *, facts: Write, ctas: int) -> None:
+def write(new_k: Any, slots: Any, rank: Any, cache: Any, *, params: WriteParams, ctas: int) -> None:
     """The kernel's body on `ctas` CTAs, which take equal parts of the tokens."""
-    share = cdiv(facts.tokens, ctas)
+    share = cdiv(params.tokens, ctas)
     first = lax.axis_index(CTA) * share
 
-    @pl.loop(first, jnp.minimum(first + share, facts.tokens))
+    @pl.loop(first, jnp.minimum(first + share, params.tokens))
     def _(token: Any) -> None:
         slot = slots[token]
-        page, row = lax.div(slot, facts.page_size), lax.rem(slot, facts.page_size)
-        local = row - rank[0] * facts.rows
+        page, row = lax.div(slot, params.page_size), lax.rem(slot, params.page_size)
+        local = row - rank[0] * params.rows
 
-        @pl.when((slot >= 0) & (page < facts.pages) & (local >= 0) & (local < facts.rows))
+        @pl.when((slot >= 0) & (page < params.pages) & (local >= 0) & (local < params.rows))
         def _() -> None:
-            cache[page, facts.row_offset + local] = new_k[token]
+            cache[page, params.row_offset + local] = new_k[token]

@@ -27,8 +27,8 @@ _THREAD_WORDS = 4  # of a row, that a thread copies
 
 
 @dataclasses.dataclass(frozen=True)
-class Write:
-    """The static facts of one write.
+class WriteParams:
+    """The static parameters of one write.
 
     Attributes:
       tokens: new keys.
@@ -70,7 +70,7 @@ def write_rows(
       slot_mapping: int32 [N], ``page * page_size + row``; slots outside the cache are skipped.
       launch: how to launch.
     """
-    facts = Write(
+    params = WriteParams(
         tokens=new_k.shape[0],
         pages=shard.index_k.shape[0],
         pitch=shard.index_k.shape[1],
@@ -79,13 +79,13 @@ def write_rows(
         row_offset=shard.row_offset,
         row_words=HEAD_DIM * shard.index_k.dtype.itemsize // 4,
     )
-    ctas = cdiv(facts.tokens, facts.at_once)
-    body = functools.partial(_kernel, facts=facts)
+    ctas = cdiv(params.tokens, params.at_once)
+    body = functools.partial(_kernel, params=params)
     if launch.target.interpret:
         from msa_icp_jax.ops.index_cache import interpret  # on demand: only tests need it
 
         ctas = min(ctas, launch.target.sms)
-        body = functools.partial(interpret.write, facts=facts, ctas=ctas)
+        body = functools.partial(interpret.write, params=params, ctas=ctas)
     cache = writable(shard.index_k)
     launch.kernel(body, name="write_index_k", grid=(ctas,))(
         new_k, slot_mapping, scalar_operand(shard.rank), cache
@@ -93,33 +93,35 @@ def write_rows(
     return written(cache)
 
 
-def _kernel(new_k: jax.Ref, slots: jax.Ref, rank: jax.Ref, cache: jax.Ref, *, facts: Write) -> None:
+def _kernel(
+    new_k: jax.Ref, slots: jax.Ref, rank: jax.Ref, cache: jax.Ref, *, params: WriteParams
+) -> None:
     """A CTA copies the keys of `at_once` tokens, 16 bytes a thread."""
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, plgpu.Layout.WG_SPLAT))
     def copy(_: Any, *arguments: Any) -> None:
         *refs, first = arguments
         new_k, slots, rank, cache = (Words.of(ref) for ref in refs)
-        _copy_token(new_k, slots, rank, cache, lanes.scalar(first), facts)
+        _copy_token(new_k, slots, rank, cache, lanes.scalar(first), params)
 
-    copy(new_k, slots, rank, cache, lax.axis_index(CTA) * facts.at_once)
+    copy(new_k, slots, rank, cache, lax.axis_index(CTA) * params.at_once)
 
 
 def _copy_token(
-    new_k: Words, slots: Words, rank: Words, cache: Words, first: Lane, facts: Write
+    new_k: Words, slots: Words, rank: Words, cache: Words, first: Lane, params: WriteParams
 ) -> None:
     """This thread's 16 bytes."""
-    threads = facts.threads
+    threads = params.threads
     token = first + (lanes.thread() >> (threads.bit_length() - 1))
     word = (lanes.thread() & (threads - 1)) * _THREAD_WORDS
-    with lanes.when(token < facts.tokens):
+    with lanes.when(token < params.tokens):
         slot = (slots + token).load()
-        page = slot >> (facts.page_size.bit_length() - 1)
-        local = (slot & (facts.page_size - 1)) - rank.load() * facts.rows
-        owned = (local >= 0) & (local < facts.rows)
-        with lanes.when((slot >= 0) & (page < facts.pages) & owned):
-            row = page.to_i64() * facts.pitch + (local + facts.row_offset).to_i64()
-            key = (new_k + (token.to_i64() * facts.row_words + word.to_i64())).load_vector(
+        page = slot >> (params.page_size.bit_length() - 1)
+        local = (slot & (params.page_size - 1)) - rank.load() * params.rows
+        owned = (local >= 0) & (local < params.rows)
+        with lanes.when((slot >= 0) & (page < params.pages) & owned):
+            row = page.to_i64() * params.pitch + (local + params.row_offset).to_i64()
+            key = (new_k + (token.to_i64() * params.row_words + word.to_i64())).load_vector(
                 lanes.i32(), _THREAD_WORDS
             )
-            (cache + (row * facts.row_words + word.to_i64())).store_vector(key)
+            (cache + (row * params.row_words + word.to_i64())).store_vector(key)

@@ -53,18 +53,18 @@ _WARP, _WARPS = 32, 4
 _NO_ID = 0x7FFFFFFF
 _INDEX_BITS = 6  # of an entry's number, in the low bits of an entry: at most 64 entries
 
-# Shared memory of a team, in words; the tables are read 16 bytes at a time.
+# Shared memory of the warps of a row, in words; the tables are read 16 bytes at a time.
 _TABLE_WORDS = 2 * (1 << _INDEX_BITS)
 _ARRIVED_AT = 0  # the received entries
 _SORTED_AT = _ARRIVED_AT + _TABLE_WORDS
 _PICKED_AT = _SORTED_AT + _TABLE_WORDS  # ids of the winners
 _FAILED_AT = _PICKED_AT + TOPK  # ballots of the threads whose row did not arrive
-_TEAM_WORDS = _FAILED_AT + _WARPS
+_SHARED_WORDS = _FAILED_AT + _WARPS
 
 
 @dataclasses.dataclass(frozen=True)
-class Merge:
-    """The static facts of one merge.
+class MergeParams:
+    """The static parameters of one merge.
 
     Attributes:
       sources: W.
@@ -72,7 +72,7 @@ class Merge:
       tokens: T.
       begin, end: forced blocks at the start, and visible ones at the end.
       tagged, prefill: as in the contract.
-      team: warps that share a (token, head), 1 or 4.
+      warps_per_row: warps that share a (token, head), 1 or 4.
       spin_limit: looks at a row that is still to arrive; 0: all rows are there, one slot's alone.
       capacity: rows that the receive storage has for every (slot, source, head).
       by_address: whether the storage is given by its address.
@@ -87,7 +87,7 @@ class Merge:
     end: int
     tagged: bool
     prefill: bool
-    team: int
+    warps_per_row: int
     spin_limit: int
     capacity: int
     by_address: bool = False
@@ -111,7 +111,7 @@ class Merge:
     @property
     def rows_at_once(self) -> int:
         """(token, head) pairs that a warpgroup works on side by side."""
-        return _WARPS // self.team
+        return _WARPS // self.warps_per_row
 
     @property
     def entries(self) -> int:
@@ -151,7 +151,7 @@ def merge_rows(
     Returns:
       (output, recv with its flags cleared unless tagged, prefill or without errors, errors).
     """
-    facts = Merge(
+    params = MergeParams(
         sources=recv.shape[0],
         heads=recv.shape[1],
         tokens=num_valid_pages.shape[0],
@@ -159,13 +159,13 @@ def merge_rows(
         end=forced.end,
         tagged=generations is not None,
         prefill=prefill,
-        team=_team(num_valid_pages.shape[0] * recv.shape[1], launch.target),
+        warps_per_row=_warps_per_row(num_valid_pages.shape[0] * recv.shape[1], launch.target),
         spin_limit=0,
         capacity=recv.shape[2],
         lasts=errors is not None,
     )
     tags = [] if generations is None else [generations]
-    return _merge(facts, recv, num_valid_pages, tags, output, errors, launch)
+    return _merge(params, recv, num_valid_pages, tags, output, errors, launch)
 
 
 def merge_arriving_rows(
@@ -196,7 +196,7 @@ def merge_arriving_rows(
       (output, recv with the flags of legacy rows cleared, errors, expected_generations with those
       of the rows merged advanced).
     """
-    facts = Merge(
+    params = MergeParams(
         sources=recv.shape[1],
         heads=recv.shape[2],
         tokens=num_valid_pages.shape[0],
@@ -204,13 +204,13 @@ def merge_arriving_rows(
         end=forced.end,
         tagged=expected_generations is not None,
         prefill=False,
-        team=_team(num_valid_pages.shape[0] * recv.shape[2], launch.target),
+        warps_per_row=_warps_per_row(num_valid_pages.shape[0] * recv.shape[2], launch.target),
         spin_limit=spin_limit,
         capacity=recv.shape[3],
     )
     counters = [] if expected_generations is None else [writable(expected_generations)]
     others = [scalar_operand(slot), *counters]
-    output, recv, grown = _merge(facts, recv, num_valid_pages, others, output, errors, launch)
+    output, recv, grown = _merge(params, recv, num_valid_pages, others, output, errors, launch)
     assert grown is not None  # as they came
     advanced = written(counters[0]) if counters else None
     return output, recv, grown, advanced
@@ -256,7 +256,7 @@ def merge_rows_at_address(
     assert not launch.target.interpret, "the interpreter has no device addresses"
     world_size, tokens = peers.bases.shape[0], num_valid_pages.shape[0]
     heads = NUM_HEADS // world_size
-    facts = Merge(
+    params = MergeParams(
         sources=world_size,
         heads=heads,
         tokens=tokens,
@@ -264,7 +264,7 @@ def merge_rows_at_address(
         end=forced.end,
         tagged=peers.tagged,
         prefill=False,
-        team=_team(tokens * heads, launch.target),
+        warps_per_row=_warps_per_row(tokens * heads, launch.target),
         spin_limit=peers.spin_limit,
         capacity=peers.capacity,
         by_address=True,
@@ -272,18 +272,18 @@ def merge_rows_at_address(
     counters = [] if generations is None else [writable(x) for x in generations]
     bases, *whose = peers.operands()
     others = [*whose, *counters]
-    output, _, grown = _merge(facts, bases, num_valid_pages, others, output, errors, launch)
+    output, _, grown = _merge(params, bases, num_valid_pages, others, output, errors, launch)
     assert grown is not None  # as they came
     return output, grown, Generations(*map(written, counters)) if counters else None
 
 
-def _team(rows: int, target: Target) -> int:
+def _warps_per_row(rows: int, target: Target) -> int:
     """Warps that share a (token, head)."""
     return 1 if rows >= target.sms * CONFIG.warp_rows_per_sm else _WARPS
 
 
 def _merge(
-    facts: Merge,
+    params: MergeParams,
     recv: jax.Array,
     num_valid_pages: jax.Array,
     others: Sequence[Any],
@@ -296,25 +296,25 @@ def _merge(
     `others` are the tags of tagged rows, or the slot and the counters of arriving ones; the rank
     comes first where `recv` are addresses.
     """
-    ctas = cdiv(facts.rows, facts.rows_at_once)
-    body = functools.partial(_kernel, facts=facts, pdl=launch.pdl)
+    ctas = cdiv(params.rows, params.rows_at_once)
+    body = functools.partial(_kernel, params=params, pdl=launch.pdl)
     count = errors
     if launch.target.interpret:
         from msa_icp_jax.ops.merge import interpret  # on demand: only tests need it
 
         ctas = min(ctas, launch.target.sms)
-        body = functools.partial(interpret.merge, facts=facts, ctas=ctas)
-        count = None if errors is None else interpret.no_faults(facts)
-    received = [writable(recv)] if facts.clears and not facts.by_address else []
+        body = functools.partial(interpret.merge, params=params, ctas=ctas)
+        count = None if errors is None else interpret.no_faults(params)
+    received = [writable(recv)] if params.clears and not params.by_address else []
     faults = [] if count is None else [writable(count)]
-    fresh = jax.ShapeDtypeStruct((facts.tokens, facts.heads, TOPK), jnp.int32)
+    fresh = jax.ShapeDtypeStruct((params.tokens, params.heads, TOPK), jnp.int32)
     into = [] if output is None else [writable(output)]
     found = launch.kernel(
         body,
-        name="merge_arriving_rows" if facts.waits else "merge_rows",
+        name="merge_arriving_rows" if params.waits else "merge_rows",
         grid=(ctas,),
         out_type=() if into else fresh,
-        scratch_types={"shared": plgpu.SMEM((_WARPS, _TEAM_WORDS), jnp.int32)},
+        scratch_types={"shared": plgpu.SMEM((_WARPS, _SHARED_WORDS), jnp.int32)},
     )(received[0] if received else recv, num_valid_pages, *others, *faults, *into)
     if errors is not None:
         count = written(faults[0])
@@ -331,15 +331,15 @@ def _kernel(
     counts: jax.Ref,
     *others: jax.Ref,
     shared: jax.Ref,
-    facts: Merge,
+    params: MergeParams,
     pdl: bool,
 ) -> None:
     *given, output = others
     if pdl:
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
-    faults = given.pop() if facts.lasts else None
-    _merge_inline(recv, counts, given, output, faults, shared, lax.axis_index(CTA), facts)
+    faults = given.pop() if params.lasts else None
+    _merge_inline(recv, counts, given, output, faults, shared, lax.axis_index(CTA), params)
 
 
 def _merge_inline(
@@ -350,23 +350,23 @@ def _merge_inline(
     faults: jax.Ref | None,
     shared: jax.Ref,
     turn: jax.Array,
-    facts: Merge,
+    params: MergeParams,
 ) -> None:
-    refs = [recv, counts, output, shared, *others, *([faults] if facts.lasts else [])]
+    refs = [recv, counts, output, shared, *others, *([faults] if params.lasts else [])]
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), plgpu.Layout.WG_SPLAT))
     def merge(_: Any, *arguments: Any) -> None:
         *refs, turn = arguments
         recv, counts, output, shared, *tags = (Words.of(ref) for ref in refs)
-        faults = tags.pop() if facts.lasts else None
-        if facts.by_address:
-            recv = peer_memory.at_address_of(recv, tags.pop(0).load(), facts.sources)
-        if facts.waits:
+        faults = tags.pop() if params.lasts else None
+        if params.by_address:
+            recv = peer_memory.at_address_of(recv, tags.pop(0).load(), params.sources)
+        if params.waits:
             slot = peer_memory.slot_from(tags.pop(0).load()).to_i64()
-            slot = slot * (facts.heads * facts.capacity)
-            recv = recv + slot * (facts.sources * facts.row_words)
+            slot = slot * (params.heads * params.capacity)
+            recv = recv + slot * (params.sources * params.row_words)
             tags = [counters + slot for counters in tags[-1:]]
-        _Thread(facts).merge(recv, counts, tags, output, faults, shared, lanes.scalar(turn))
+        _Thread(params).merge(recv, counts, tags, output, faults, shared, lanes.scalar(turn))
 
     merge(*refs, turn)
 
@@ -388,15 +388,15 @@ class _Thread:
     parts-th pair of entries; in a warp a lane holds one or two candidates.
     """
 
-    def __init__(self, facts: Merge) -> None:
-        self.facts = facts
-        threads = _WARP * facts.team
-        self.parts = max(1, threads // facts.entries)
-        self.held = max(1, facts.entries // threads)
+    def __init__(self, params: MergeParams) -> None:
+        self.params = params
+        threads = _WARP * params.warps_per_row
+        self.parts = max(1, threads // params.entries)
+        self.held = max(1, params.entries // threads)
         thread = lanes.thread() & (_WARP * _WARPS - 1)
         self.lane = thread & (_WARP - 1)
         self.warp = lanes.warp_from(thread >> 5, 0)
-        self.number = thread & (threads - 1)  # in the team
+        self.number = thread & (threads - 1)  # among those of the row
         self.part = self.number & (self.parts - 1)
 
     def merge(
@@ -409,14 +409,14 @@ class _Thread:
         shared: Words,
         turn: Lane,
     ) -> None:
-        facts = self.facts
-        row = turn * facts.rows_at_once
-        if facts.team == 1:
+        params = self.params
+        row = turn * params.rows_at_once
+        if params.warps_per_row == 1:
             row = row + self.warp
-            shared = shared + self.warp * _TEAM_WORDS
-        with lanes.when(row < facts.rows):
-            shift = facts.heads.bit_length() - 1
-            token, head = row >> shift, row & (facts.heads - 1)
+            shared = shared + self.warp * _SHARED_WORDS
+        with lanes.when(row < params.rows):
+            shift = params.heads.bit_length() - 1
+            token, head = row >> shift, row & (params.heads - 1)
             count = (counts + token).load()
             counter = tags[0] + self._counter(head, token) if tags else None
             tag = self._tag(counter) if counter else None
@@ -424,29 +424,29 @@ class _Thread:
             self._share_failures(received, shared)
             with lanes.when(self.number < TOPK):
                 (shared + (_PICKED_AT + self.number)).store(int32(_NO_ID))
-            if facts.team > 1:
+            if params.warps_per_row > 1:
                 by_id = self._share_by_id(received[0], count, shared)
             self._barrier()
 
             failed = self._failed(shared)
             if faults:
                 self._report(failed, faults)
-            if facts.waits and counter and tag:
+            if params.waits and counter and tag:
                 with lanes.when(self.number.eq(0)):
                     counter.store(tag)
-            if facts.team > 1:
+            if params.warps_per_row > 1:
                 block, wins = self._pick_by_counting(received[0].index, by_id, count, shared)
             else:
                 block, wins = self._pick_in_rounds(received, count, shared)
             self._barrier()
             any_failed = functools.reduce(Lane.__or__, failed)
             self._store(block, wins, count, any_failed, output + row.to_i64() * TOPK, shared)
-            if facts.clears:
+            if params.clears:
                 self._clear_flags(recv, head, token)
             self._barrier()  # before the next row uses the shared memory
 
     def _barrier(self) -> None:
-        lanes.team_barrier() if self.facts.team > 1 else lanes.warp_barrier()
+        lanes.team_barrier() if self.params.warps_per_row > 1 else lanes.warp_barrier()
 
     def _entry_index(self, which: int) -> Lane:
         """Number of the entry that this thread works on, or of one that it holds."""
@@ -455,18 +455,17 @@ class _Thread:
 
     def _row(self, recv: Words, source: Lane, head: Lane, token: Lane) -> Words:
         """The first word of a received row."""
-        of_head = source * self.facts.heads + head
-        return (
-            recv + (of_head.to_i64() * self.facts.capacity + token.to_i64()) * self.facts.row_words
-        )
+        of_head = source * self.params.heads + head
+        row = of_head.to_i64() * self.params.capacity + token.to_i64()
+        return recv + row * self.params.row_words
 
     def _counter(self, head: Lane, token: Lane) -> Lane:
         """Where a row's tag lies, or the counter that it follows."""
-        return head * (self.facts.capacity if self.facts.waits else self.facts.tokens) + token
+        return head * (self.params.capacity if self.params.waits else self.params.tokens) + token
 
     def _tag(self, counter: Words) -> Lane:
         """The tag that a row must carry."""
-        if not self.facts.waits:
+        if not self.params.waits:
             return counter.load()
         following = counter.load() + 1
         return where(following.eq(0), 1, following)
@@ -486,38 +485,39 @@ class _Thread:
         return _Candidate(index, word, block, word_tag.ne(tag) | block_tag.ne(tag))
 
     def _load_flag(self, place: Words) -> Lane:
-        if not self.facts.waits:
+        if not self.params.waits:
             return place.load()
         (flag,) = peer_memory.poll(
-            lambda: [peer_memory.load_flag(place)], lambda x: x.eq(READY), self.facts.spin_limit
+            lambda: [peer_memory.load_flag(place)], lambda x: x.eq(READY), self.params.spin_limit
         )
         return flag
 
     def _load_tagged(self, place: Words, apart: int, tag: Lane) -> tuple[Lane, ...]:
         """(word, tag) at a place and at another `apart` words further on."""
         places = place, place + apart
-        if not self.facts.waits:
+        if not self.params.waits:
             return tuple(x for at in places for x in at.load_vector(lanes.i32(), 2))
         return peer_memory.poll(
             lambda: [x for at in places for x in peer_memory.load_tagged(at)],
             lambda _word, word_tag, _block, block_tag: word_tag.eq(tag) & block_tag.eq(tag),
-            self.facts.spin_limit,
+            self.params.spin_limit,
         )
 
     def _share_failures(self, received: list[_Candidate], shared: Words) -> None:
         for i, x in enumerate(received):
             ballot = lanes.warp_ballot(x.failed)
             with lanes.when(self.lane.eq(0)):
-                slot = self.warp & (self.facts.team - 1)
+                slot = self.warp & (self.params.warps_per_row - 1)
                 (shared + (_FAILED_AT + slot + i)).store(ballot)
 
     def _failed(self, shared: Words) -> list[Lane]:
         """Whether each source's row failed."""
-        facts = self.facts
+        params = self.params
         threads = TOPK * self.parts  # of a source, numbered as in the ballots
-        words = [(shared + (_FAILED_AT + i)).load() for i in range(facts.team * self.held)]
+        ballots = range(params.warps_per_row * self.held)
+        words = [(shared + (_FAILED_AT + i)).load() for i in ballots]
         found = []
-        for source in range(facts.sources):
+        for source in range(params.sources):
             first, stop = source * threads, (source + 1) * threads
             if threads < _WARP:
                 half = words[first // _WARP] & (0xFFFF << (first % _WARP))
@@ -532,9 +532,9 @@ class _Thread:
             faults.atomic_add(number)
 
     def _clear_flags(self, recv: Words, head: Lane, token: Lane) -> None:
-        with lanes.when(self.number < self.facts.sources):
+        with lanes.when(self.number < self.params.sources):
             flag = self._row(recv, self.number, head, token) + 2 * TOPK
-            if self.facts.waits:
+            if self.params.waits:
                 # Nothing is handed over but the place: the row's words have been loaded, since what
                 # they say went through shared memory and a barrier. So it takes no release, which
                 # would hold up the kernel's end.
@@ -546,7 +546,7 @@ class _Thread:
         return (x.block >= 0) & (x.block < lanes.minimum(count, MAX_BLOCKS))
 
     def _forced(self, block: Lane, count: Lane) -> Lane:
-        return (block < self.facts.begin) | (block >= count - self.facts.end)
+        return (block < self.params.begin) | (block >= count - self.params.end)
 
     def _pick_in_rounds(
         self, received: list[_Candidate], count: Lane, shared: Words
@@ -606,7 +606,7 @@ class _Thread:
 
     def _before(self, table: Words, mine: Lane) -> Lane:
         """How many entries of a table come before `mine`."""
-        (found,) = count_better(table, self.facts.entries, [mine], self.part, self.parts)
+        (found,) = count_better(table, self.params.entries, [mine], self.part, self.parts)
         distance = 1
         while distance < self.parts:
             found = found + lanes.warp_xor(found, distance)
@@ -627,7 +627,7 @@ class _Thread:
         with lanes.when(self.number < TOPK):
             none_here = (picked + self.number).load().eq(_NO_ID)
             tail = int32(NO_BLOCK)
-            if self.facts.prefill:
+            if self.params.prefill:
                 padding = (count <= 0) & self.number.eq(0) & (any_failed ^ 1)
                 tail = where(padding, 0, tail)
             with lanes.when(none_here | any_failed):

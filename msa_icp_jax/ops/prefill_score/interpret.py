@@ -1,4 +1,4 @@
-"""The prefill kernel's pieces in stock operations, for the interpreter: the same results, slowly.
+"""The prefill kernel's pieces in plain Pallas, for the interpreter: the same results, slowly.
 
 Arrays lie as they are written: products are [64, 128], maxima [64, pages].
 """

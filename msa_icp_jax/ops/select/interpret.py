@@ -1,4 +1,4 @@
-"""The select in stock operations, which the interpreter runs: the plain definition, row by row."""
+"""The select in plain Pallas, which the interpreter runs: the plain definition, row by row."""
 
 from __future__ import annotations
 
