@@ -75,6 +75,12 @@ def case_named(name):
     return next(case for case in (*FULL, *QUICK) if case.name == name)
 
 
+@functools.cache
+def quick_pool():
+    """Rows for two sets of any quick case."""
+    return Pool(QUICK, 0)
+
+
 # ---- cases ----
 
 
@@ -142,7 +148,7 @@ def test_sets_share_no_page_and_stream_through_the_cache():
 @pytest.mark.parametrize("data", ["ascending", "ties"])
 def test_adversarial_scores_are_as_hard_as_they_say(data):
     case = dataclasses.replace(case_named("quick-ascending"), data=data)
-    inputs = Pool([case], 0).inputs(case, "xla")
+    inputs = quick_pool().inputs(case, "xla")
     for one_set in inputs.sets:
         keys = np.asarray(inputs.fixed["keys"])[one_set["table"]].astype(np.float64)
         scores = np.einsum("thd,bprd->thpr", np.asarray(one_set["queries"], np.float64), keys)
@@ -153,9 +159,8 @@ def test_adversarial_scores_are_as_hard_as_they_say(data):
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_inputs_are_told_without_being_made(case):
-    pool = Pool(QUICK, 0)
-    fixed, one_set = pool.structs(case, "mosaic")
-    told, made = fixed | one_set, pool.inputs(case, "mosaic").structs
+    fixed, one_set = quick_pool().structs(case, "mosaic")
+    told, made = fixed | one_set, quick_pool().inputs(case, "mosaic").structs
     assert told.keys() == made.keys()
     assert all(repr(told[name]) == repr(made[name]) for name in told)
 
@@ -173,7 +178,7 @@ def test_two_sets_at_least():
 def decoded():
     """A decode case with a chain's results."""
     case = case_named("quick-decode")
-    inputs = Pool([case], 0).inputs(case, "xla")
+    inputs = quick_pool().inputs(case, "xla")
     stage = build(case, "chain", "xla", "exact")
     chain = JitRun(stage, inputs, written_like(case), 1)
     arrays = chain.last_set | chain.run()
@@ -254,7 +259,7 @@ def test_chosen_ids_are_compared(decoded):
 
 def test_a_program_leaves_what_its_last_link_writes():
     case = case_named("select-t8-k256")
-    inputs = Pool([case], 0).inputs(case, "xla")
+    inputs = quick_pool().inputs(case, "xla")
     stage = build(case, "select", "xla", "exact")
     program = JitRun(stage, inputs, written_like(case), 5)
     once = jax.jit(lambda a: run(stage.parts, a)["rows"])
@@ -268,7 +273,7 @@ def test_programs_are_compiled_ahead_without_their_arrays():
     machine = types.SimpleNamespace(gpu=True, baselines={})
     item = bench.Item(case, "local", "xla", "exact")
     runner = bench.Runner(machine, [item, bench.Item(case, "local", "mosaic", "exact")], Path("no"))
-    runner.pool, runner.ceilings = Pool([case], 0), Ceilings(1e-3, None)
+    runner.pool, runner.ceilings = quick_pool(), Ceilings(1e-3, None)
     runner._prepare_programs()
     assert list(runner.programs) == [item.label] and runner._links(item) > 2
     stage = build(case, "local", "xla", "exact")
@@ -319,7 +324,7 @@ def test_times():
 
 
 def structs_of(case):
-    fixed, one_set = Pool([case], 0).structs(case, "mosaic")
+    fixed, one_set = quick_pool().structs(case, "mosaic")
     return written_like(case) | fixed | one_set
 
 
@@ -797,15 +802,15 @@ def test_sweep_points_are_bounded(capsys):
 
 def test_sweep_command(tmp_path, capsys):
     out = tmp_path / "s.json"
-    sizes = ("--contexts", "1K", "2K", "--batches", "1", "2")
+    sizes = ("--contexts", "1K", "2K", "--batches", "1", "2", "--world-sizes", "4")
     assert main(["sweep", *sizes, "--commit", "abc", "--out", str(out)]) == 0
     rows = results.load(out).rows.values()
-    assert len(rows) == 8 and all(r["checked"] and r["stage"] == "local" for r in rows)
+    assert len(rows) == 4 and all(r["checked"] and r["stage"] == "local" for r in rows)
     assert {(r["context"], r["batch"], r["world_size"]) for r in rows} == {
-        (n, b, w) for n in (1024, 2048) for b in (1, 2) for w in (2, 4)
+        (n, b, 4) for n in (1024, 2048) for b in (1, 2)
     }
     models = re.findall(r"^xla W (\d), 4 points: .* us \+ bytes / ", capsys.readouterr().out, re.M)
-    assert models == ["2", "4"]
+    assert models == ["4"]
 
 
 def test_a_point_is_no_model(tmp_path, capsys):
@@ -1246,11 +1251,15 @@ def test_targets_are_judged():
 
 
 def test_quick_run(tmp_path):
-    out = tmp_path / "r.json"
-    done = run_cli("--quick", "--backends", "xla", "--commit", "abc", "--out", out)
+    """Prefill and bfloat16 decode by the command line; other tests run the rest in this process."""
+    out, names = tmp_path / "r.json", "quick-[pb]*"
+    chosen = ("--cases", names, "--backends", "xla")
+    done = run_cli("--quick", *chosen, "--commit", "abc", "--out", out)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = results.load(out).rows.values()
-    wanted = {(case.name, stage) for case in QUICK for stage in case.stages}
+    cases = [case for case in QUICK if fnmatch.fnmatch(case.name, names)]
+    assert [case.name for case in cases] == ["quick-prefill", "quick-bf16"]
+    wanted = {(case.name, stage) for case in cases for stage in case.stages}
     if jax.default_backend() == "cpu":
         assert {(r["case"], r["stage"]) for r in rows} == wanted
     for r in rows:
@@ -1260,12 +1269,13 @@ def test_quick_run(tmp_path):
         assert r["floor_us"] > 0
 
 
-def test_out_of_time_is_said(tmp_path):
+def test_out_of_time_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench.faulthandler, "dump_traceback_later", lambda *_, **__: None)
     out = tmp_path / "r.json"
-    done = run_cli("--quick", "--budget-seconds", "1", "--out", out)
-    assert done.returncode == 2, done.stderr
-    assert "0 rows" in done.stdout
-    assert "left out, out of time: quick-decode score" in done.stdout
+    assert main(["--quick", "--budget-seconds", "0.1", "--out", str(out)]) == 2
+    said = capsys.readouterr().out
+    assert "0 rows" in said
+    assert "left out, out of time: quick-decode score" in said
     assert results.load(out).rows == {}
 
 
