@@ -56,7 +56,7 @@ from msa_icp_jax.geometry import (
 )
 from msa_icp_jax.ops.arguments import Shard, check_index_k
 from msa_icp_jax.ops.decode_score import (
-    msa_icp_decode_index_score_sharded,
+    decode_scores,
     msa_icp_decode_pool_bytes,
 )
 from msa_icp_jax.ops.merge import merge_in_slot, merge_once
@@ -68,7 +68,7 @@ from msa_icp_jax.ops.prefill_score import (
 from msa_icp_jax.ops.select import (
     by_owner,
     check_slot,
-    msa_icp_topk_select_publish,
+    select_by_owner,
 )
 from msa_icp_jax.programs import (
     DecodeProgram,
@@ -353,16 +353,28 @@ class MSAIcpIndexerPlan:
         if plane is None or fused:
             shape = (tokens, NUM_HEADS, self.geometry.score_columns)
             plane = jnp.full(shape, -jnp.inf, jnp.float32)
-        plane = self._score(
-            (index_q, index_k, block_table, seq_lens), plane, decode_query_len, enable_pdl
-        )
+        launch: dict[str, Any] = {"enable_pdl": enable_pdl, "backend": self.backend}
+        shard = self._shard(index_k)
+        plane = decode_scores(index_q, shard, block_table, seq_lens, plane, **launch)
         if comm is not None and self._is_one_sided(comm):
             found = None
             if tokens:
                 options = self._one_sided_options(slot, tagged, enable_pdl)
                 comm = one_sided.select_and_publish(plane, num_valid_pages, comm, **options)
         else:
-            found, comm = self._select(plane, num_valid_pages, comm, slot, tagged, enable_pdl)
+            candidates = shard.candidates(self.geometry.forced)
+            if not tagged:
+                generations = None
+            elif comm is None:
+                generations = jnp.zeros((NUM_SLOTS, NUM_HEADS, tokens), jnp.int32)
+            else:
+                generations = comm.publish_generations
+            found, generations = select_by_owner(
+                *(plane, num_valid_pages, candidates, generations, slot, shard.world_size),
+                **launch,
+            )
+            if comm is not None and generations is not None:
+                comm = dataclasses.replace(comm, publish_generations=generations)
         return found, scores if fused else plane, comm
 
     def decode_merge(
@@ -543,10 +555,9 @@ class MSAIcpIndexerPlan:
                 "got None"
             )
         geometry = self.geometry
-        layout = geometry.world_size, geometry.page_size, geometry.row_offset
         carrier, plane = score_and_select(
             query,
-            Shard(index_k, self._rank(), *layout),
+            self._shard(index_k),
             block_table,
             window_plan,
             num_valid_pages,
@@ -944,60 +955,11 @@ class MSAIcpIndexerPlan:
             "enable_pdl": enable_pdl,
         }
 
-    def _select(
-        self,
-        scores: jax.Array,
-        num_valid_pages: jax.Array,
-        comm: MSAIcpComm | None,
-        slot: Any,
-        tagged: bool,
-        enable_pdl: bool,
-    ) -> tuple[jax.Array, MSAIcpComm | None]:
-        """The rows to send, and the storage with the counters of tagged ones advanced."""
-        geometry, rank = self.geometry, self._rank()
-        counters = jnp.zeros((NUM_SLOTS, NUM_HEADS, num_valid_pages.shape[0]), jnp.int32)
-        if comm is not None:
-            counters = comm.publish_generations
-        message = msa_icp_topk_select_publish(
-            scores,
-            num_valid_pages,
-            rank=rank,
-            world_size=geometry.world_size,
-            heads_per_rank=geometry.heads_per_rank,
-            force_begin_blocks=geometry.init_blocks,
-            force_end_blocks=geometry.local_blocks,
-            index_scale=geometry.index_scale,
-            index_offset=geometry.index_offset(rank),
-            generations=counters if tagged else None,
-            slot=slot,
-            enable_pdl=enable_pdl,
-            backend=self.backend,
-        )
-        if comm is not None and message.generations is not None:
-            comm = dataclasses.replace(comm, publish_generations=message.generations)
-        return message.rows, comm
-
-    def _score(
-        self,
-        inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
-        scores: jax.Array,
-        decode_query_len: int,
-        enable_pdl: bool,
-    ) -> jax.Array:
+    def _shard(self, index_k: jax.Array) -> Shard:
+        """This rank's share of the cache, which is checked."""
         geometry = self.geometry
-        return msa_icp_decode_index_score_sharded(
-            *inputs,
-            scores,
-            rank=self._rank(),
-            world_size=geometry.world_size,
-            page_size=geometry.page_size,
-            decode_query_len=decode_query_len,
-            max_decode_query_len=geometry.max_decode_query_len,
-            enable_pdl=enable_pdl,
-            backend=self.backend,
-            precision=self.precision,
-            row_offset=geometry.row_offset,
-        )
+        layout = geometry.world_size, geometry.page_size, geometry.row_offset
+        return Shard(index_k, self._rank(), *layout)
 
     def _rank(self) -> Any:
         """The fixed rank, or the position on the icp axis as a traced scalar."""

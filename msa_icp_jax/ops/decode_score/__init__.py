@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +13,7 @@ from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import COLUMN_MULTIPLE, HEAD_DIM, MAX_BLOCKS, NUM_HEADS
 from msa_icp_jax.ops.arguments import Shard, check_shard
 from msa_icp_jax.ops.decode_score import xla
-from msa_icp_jax.ops.select import MSAIcpRows, msa_icp_topk_select_publish
+from msa_icp_jax.ops.select import MSAIcpRows, check_generations, select_by_owner
 from msa_icp_jax.typing import Backend, Precision
 
 
@@ -82,12 +80,9 @@ def msa_icp_decode_index_score_sharded(
     columns = checks.integer("score_out.shape[2]", score_out.shape[2], 1, MAX_BLOCKS)
     if columns % COLUMN_MULTIPLE:
         raise ValueError(f"score_out.shape[2] must be a multiple of 4 in [4, 8192], got {columns}")
-    decode_scores = _decode_scores(
-        backend, enable_pdl, index_q, index_k, block_table, seq_lens, score_out
+    return decode_scores(
+        index_q, shard, block_table, seq_lens, score_out, enable_pdl=enable_pdl, backend=backend
     )
-    if index_q.shape[0] == 0:
-        return score_out
-    return decode_scores(index_q, shard, block_table, seq_lens, score_out)
 
 
 def msa_icp_decode_score_publish(
@@ -137,43 +132,44 @@ def msa_icp_decode_score_publish(
     _check_inputs(index_q, shard, block_table, seq_lens, decode_query_len)
     checks.flag("enable_pdl", enable_pdl)
     check_precision(precision)
-    scale = geometry.column_scale(shard.page_size)
     tokens = index_q.shape[0]
     checks.array("num_valid_pages", num_valid_pages, jnp.int32, tokens)
-    geometry.check_forced(
-        "force_begin_blocks", force_begin_blocks, "force_end_blocks", force_end_blocks
+    candidates = shard.candidates(
+        geometry.check_forced(
+            "force_begin_blocks", force_begin_blocks, "force_end_blocks", force_end_blocks
+        )
     )
-    scores = msa_icp_decode_index_score_sharded(
-        index_q,
-        index_k,
-        block_table,
-        seq_lens,
-        jnp.full((tokens, NUM_HEADS, MAX_BLOCKS // scale), -jnp.inf, jnp.float32),
-        rank=rank,
-        world_size=world_size,
-        page_size=page_size,
-        decode_query_len=decode_query_len,
-        max_decode_query_len=decode_query_len,
-        enable_pdl=enable_pdl,
-        backend=backend,
-        precision=precision,
-        row_offset=row_offset,
+    slot = check_generations(generations, slot, tokens)
+    plane = (tokens, NUM_HEADS, MAX_BLOCKS // candidates.scale)
+    launch: dict[str, Any] = {"enable_pdl": enable_pdl, "backend": backend}
+    scores = jnp.full(plane, -jnp.inf, jnp.float32)
+    scores = decode_scores(index_q, shard, block_table, seq_lens, scores, **launch)
+    return select_by_owner(
+        scores, num_valid_pages, candidates, generations, slot, shard.world_size, **launch
     )
-    return msa_icp_topk_select_publish(
-        scores,
-        num_valid_pages,
-        rank=rank,
-        world_size=world_size,
-        heads_per_rank=NUM_HEADS // world_size,
-        force_begin_blocks=force_begin_blocks,
-        force_end_blocks=force_end_blocks,
-        index_scale=scale,
-        index_offset=geometry.column_offset(rank, world_size, page_size),
-        generations=generations,
-        slot=slot,
-        enable_pdl=enable_pdl,
-        backend=backend,
-    )
+
+
+def decode_scores(
+    index_q: jax.Array,
+    shard: Shard,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    score_out: jax.Array,
+    *,
+    enable_pdl: bool,
+    backend: Backend,
+) -> jax.Array:
+    """`msa_icp_decode_index_score_sharded` of a shard; arguments are taken as checked."""
+    on_mosaic = takes_mosaic(backend, index_q, shard.index_k, block_table, seq_lens, score_out)
+    if index_q.shape[0] == 0:
+        return score_out
+    if not on_mosaic:
+        return xla.decode_scores(index_q, shard, block_table, seq_lens, score_out)
+    from msa_icp_jax.ops._mosaic.launch import current_launch  # on demand: Pallas takes a while
+    from msa_icp_jax.ops.decode_score import kernel
+
+    launch = current_launch(enable_pdl)
+    return kernel.decode_scores(index_q, shard, block_table, seq_lens, score_out, launch)
 
 
 def msa_icp_decode_pool_bytes(
@@ -201,16 +197,6 @@ def msa_icp_decode_pool_bytes(
     columns = geometry.msa_icp_decode_score_columns(max_model_len, page_size)
     checks.device("device", device)
     return batch * decode_query_len * NUM_HEADS * columns * 4
-
-
-def _decode_scores(backend: Backend, enable_pdl: bool, *arrays: Any) -> Callable[..., jax.Array]:
-    """The backend's scorer."""
-    if not takes_mosaic(backend, *arrays):
-        return xla.decode_scores
-    from msa_icp_jax.ops._mosaic.launch import current_launch  # on demand: Pallas takes a while
-    from msa_icp_jax.ops.decode_score import kernel
-
-    return functools.partial(kernel.decode_scores, launch=current_launch(enable_pdl))
 
 
 def _check_inputs(

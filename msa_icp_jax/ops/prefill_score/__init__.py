@@ -24,7 +24,7 @@ from msa_icp_jax.geometry import (
 from msa_icp_jax.ops.arguments import Shard, check_shard
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan
 from msa_icp_jax.ops.prefill_score import xla
-from msa_icp_jax.ops.select import msa_icp_topk_select_prefill
+from msa_icp_jax.ops.select import select_rows
 from msa_icp_jax.typing import Backend, Precision
 
 
@@ -206,15 +206,8 @@ def score_and_select(
         plane = max_score
     scores = stage.candidate_scores(q, shard, block_table, plan, plane, num_valid_pages, forced)
     candidates = shard.candidates(forced)
-    carrier = msa_icp_topk_select_prefill(
-        scores,
-        num_valid_pages,
-        carrier,
-        force_begin_blocks=forced.begin,
-        force_end_blocks=forced.end,
-        index_scale=candidates.scale,
-        index_offset=candidates.offset,
-        backend=backend,
+    carrier = select_rows(
+        scores, num_valid_pages, carrier, None, candidates, enable_pdl=True, backend=backend
     )
     return carrier, None if max_score is None else scores
 

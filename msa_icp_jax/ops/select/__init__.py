@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -84,13 +82,12 @@ def msa_icp_topk_select_publish(
     checks.index("rank", rank, world_size)
     candidates = _check_candidates(force_begin_blocks, force_end_blocks, index_scale, index_offset)
     checks.flag("enable_pdl", enable_pdl)
-    select_rows = _select_rows(backend, enable_pdl, scores, num_valid_pages)
-    tags, counters = bump_generations(generations, slot, tokens)
-    if tokens == 0:
-        found = empty_message(tags)
-    else:
-        found = select_rows(scores, num_valid_pages, None, tags, candidates)
-    return MSAIcpRows(by_owner(found, world_size), counters)
+    slot = check_generations(generations, slot, tokens)
+    return select_by_owner(
+        *(scores, num_valid_pages, candidates, generations, slot, world_size),
+        enable_pdl=enable_pdl,
+        backend=backend,
+    )
 
 
 def msa_icp_topk_select_prefill(
@@ -133,10 +130,66 @@ def msa_icp_topk_select_prefill(
         "carrier", carrier, jnp.int32, NUM_HEADS, AtLeast(tokens), candidate_rows.ROW_WORDS
     )
     candidates = _check_candidates(force_begin_blocks, force_end_blocks, index_scale, index_offset)
-    select_rows = _select_rows(backend, True, scores, num_valid_pages, carrier)
-    if tokens == 0:
-        return carrier
-    return select_rows(scores, num_valid_pages, carrier, None, candidates)
+    return select_rows(
+        scores, num_valid_pages, carrier, None, candidates, enable_pdl=True, backend=backend
+    )
+
+
+def select_by_owner(
+    scores: jax.Array,
+    num_valid_pages: jax.Array,
+    candidates: Candidates,
+    generations: jax.Array | None,
+    slot: int | jax.Array,
+    world_size: int,
+    *,
+    enable_pdl: bool,
+    backend: Backend,
+) -> MSAIcpRows:
+    """`msa_icp_topk_select_publish` of these candidates; arguments are taken as checked.
+
+    Args:
+      slot: in [0, 3).
+      others: as there.
+    """
+    tags, counters = bump_generations(generations, slot, num_valid_pages.shape[0])
+    found = select_rows(
+        scores, num_valid_pages, None, tags, candidates, enable_pdl=enable_pdl, backend=backend
+    )
+    return MSAIcpRows(by_owner(found, world_size), counters)
+
+
+def select_rows(
+    scores: jax.Array,
+    num_valid_pages: jax.Array,
+    carrier: jax.Array | None,
+    tags: jax.Array | None,
+    candidates: Candidates,
+    *,
+    enable_pdl: bool,
+    backend: Backend,
+) -> jax.Array:
+    """The best 16 candidates of every (token, head), head-major; arguments are taken as checked.
+
+    Args:
+      scores: float32 [>= T, 4, K].
+      num_valid_pages: int32 [T].
+      carrier: int32 [4, >= T, 33] to write into; None: a fresh [4, T, 33].
+      tags: int32 [4, T]: return tagged rows [4, T, 32, 2] instead (`carrier` is None then).
+      candidates: what the columns are, and what always wins.
+      enable_pdl, backend: as for `msa_icp_topk_select_publish`.
+    """
+    arrays = [scores, num_valid_pages] if carrier is None else [scores, num_valid_pages, carrier]
+    on_mosaic = takes_mosaic(backend, *arrays)
+    if num_valid_pages.shape[0] == 0:
+        return _no_rows(tags) if carrier is None else carrier
+    if not on_mosaic:
+        return xla.select_rows(scores, num_valid_pages, carrier, tags, candidates)
+    from msa_icp_jax.ops._mosaic.launch import current_launch  # on demand: Pallas takes a while
+    from msa_icp_jax.ops.select import kernel
+
+    launch = current_launch(enable_pdl)
+    return kernel.select_rows(scores, num_valid_pages, carrier, tags, candidates, launch)
 
 
 def bump_generations(
@@ -144,16 +197,25 @@ def bump_generations(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """The tags of this call's rows [heads, tokens] and the counters with those advanced.
 
-    `generations` is int32 [3, heads, C >= tokens] or None (which gives None twice).
+    Args:
+      generations: int32 [3, heads, C >= tokens], or None, which gives None twice.
+      slot: in [0, 3).
+      tokens: T.
     """
-    slot = check_slot(slot)
     if generations is None:
         return None, None
-    checks.array("generations", generations, jnp.int32, NUM_SLOTS, NUM_HEADS, AtLeast(tokens))
     start = start_at(slot, 0, 0)
     current = lax.dynamic_slice(generations, start, (1, generations.shape[1], tokens))
     tags = candidate_rows.next_generation(current)
     return tags[0], lax.dynamic_update_slice(generations, tags, start)
+
+
+def check_generations(generations: Any, slot: int | jax.Array, tokens: int) -> Any:
+    """The slot mod 3; raises unless it and the publish counters (or None) are as they must be."""
+    slot = check_slot(slot)
+    if generations is not None:
+        checks.array("generations", generations, jnp.int32, NUM_SLOTS, NUM_HEADS, AtLeast(tokens))
+    return slot
 
 
 def check_slot(slot: int | jax.Array) -> Any:
@@ -166,20 +228,10 @@ def by_owner(head_rows: jax.Array, world_size: int) -> jax.Array:
     return head_rows.reshape(world_size, NUM_HEADS // world_size, *head_rows.shape[1:])
 
 
-def empty_message(tags: jax.Array | None) -> jax.Array:
+def _no_rows(tags: jax.Array | None) -> jax.Array:
     """The rows of no token at all."""
     found = candidate_rows.empty_rows(NUM_HEADS, 0)
     return found if tags is None else candidate_rows.tag(found, tags)
-
-
-def _select_rows(backend: Backend, enable_pdl: bool, *arrays: Any) -> Callable[..., jax.Array]:
-    """The backend's select."""
-    if not takes_mosaic(backend, *arrays):
-        return xla.select_rows
-    from msa_icp_jax.ops._mosaic.launch import current_launch  # on demand: Pallas takes a while
-    from msa_icp_jax.ops.select import kernel
-
-    return functools.partial(kernel.select_rows, launch=current_launch(enable_pdl))
 
 
 def _check_candidates(begin: Any, end: Any, index_scale: Any, index_offset: Any) -> Candidates:
