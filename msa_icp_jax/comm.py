@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,9 @@ from msa_icp_jax import checks, geometry, peer_storage, rows
 from msa_icp_jax.backend import start_at, vary_as
 from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, round_up
 from msa_icp_jax.typing import ResolvedBackend, ResolvedTransport, Transport
+
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Int32
 
 COLLECTIVE: Final = "collective"
 ONE_SIDED: Final = "one-sided"
@@ -152,13 +155,13 @@ class MSAIcpComm:
       errors: [1] protocol faults so far.
     """
 
-    recv: jax.Array
-    tagged_recv: jax.Array
-    recv_bases: jax.Array
-    tagged_recv_bases: jax.Array
-    publish_generations: jax.Array
-    expected_generations: jax.Array
-    errors: jax.Array
+    recv: Int32[Array, "3 W hpr C 33"]
+    tagged_recv: Int32[Array, "3 W hpr C 32 2"]
+    recv_bases: Int32[Array, "W 2"]
+    tagged_recv_bases: Int32[Array, "W 2"]
+    publish_generations: Int32[Array, "3 4 C"]
+    expected_generations: Int32[Array, "3 hpr C"]
+    errors: Int32[Array, " 1"]
 
     def __eq__(self, other: object) -> bool:
         """Whether the fields are the same; an array is so to itself alone."""
@@ -340,14 +343,16 @@ def _own_address(shard: Any) -> int:
 # ---- the collective ----
 
 
-def exchange(message: jax.Array, axis_name: str) -> jax.Array:
+def exchange(message: Int32[Array, "W hpr T *row"], axis_name: str) -> Int32[Array, "W hpr T *row"]:
     """Sends [W (destination), hpr, ...] over the icp axis; returns [W (source), hpr, ...]."""
     if message.size == 0:
         return message
     return lax.all_to_all(message, axis_name, split_axis=0, concat_axis=0, tiled=True)
 
 
-def exchange_in_slot(message: jax.Array, slot: Any, axis_name: str) -> jax.Array:
+def exchange_in_slot(
+    message: Int32[Array, "W hpr T *row"], slot: Any, axis_name: str
+) -> Int32[Array, "W hpr T *row"]:
     """`exchange` of one call's rows, legacy or tagged, marked with the call on their way.
 
     A rank that is a call ahead or behind sends rows that look right in every other way. Its slot is
@@ -357,7 +362,9 @@ def exchange_in_slot(message: jax.Array, slot: Any, axis_name: str) -> jax.Array
     return mark_rows(exchange(mark_rows(message, slot, 1), axis_name), slot, -1)
 
 
-def mark_rows(sent: jax.Array, slot: Any, sign: int) -> jax.Array:
+def mark_rows(
+    sent: Int32[Array, "W hpr T *row"], slot: Any, sign: int
+) -> Int32[Array, "W hpr T *row"]:
     """Adds the call's mark to the flag of legacy rows, the generations of tagged ones.
 
     `sent` is [W, hpr, T, 33] or [W, hpr, T, 32, 2]; `sign` is 1 before the exchange and -1 behind.
@@ -388,7 +395,9 @@ def _wrapped(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
 
-def store_legacy(recv: jax.Array, slot: Any, received: jax.Array) -> jax.Array:
+def store_legacy(
+    recv: Int32[Array, "3 W hpr C 33"], slot: Any, received: Int32[Array, "W hpr T *row"]
+) -> Int32[Array, "3 W hpr C 33"]:
     """Stores received rows [W, hpr, T, 33] into slot `slot` of recv [3, W, hpr, C, 33].
 
     A row may be written only where the flag says that the last one was merged (0). Elsewhere it
@@ -403,13 +412,17 @@ def store_legacy(recv: jax.Array, slot: Any, received: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice(recv, received[None], start_at(slot, 0, 0, 0, 0))
 
 
-def store_tagged(tagged_recv: jax.Array, slot: Any, received: jax.Array) -> jax.Array:
+def store_tagged(
+    tagged_recv: Int32[Array, "3 W hpr C 32 2"], slot: Any, received: Int32[Array, "W hpr T *row"]
+) -> Int32[Array, "3 W hpr C 32 2"]:
     """Stores received tagged rows [W, hpr, T, 32, 2] into slot `slot` of the storage."""
     tagged_recv = vary_as(tagged_recv, received)
     return lax.dynamic_update_slice(tagged_recv, received[None], start_at(slot, 0, 0, 0, 0, 0))
 
 
-def store_in_slot(comm: MSAIcpComm, slot: Any, received: jax.Array, tagged: bool) -> MSAIcpComm:
+def store_in_slot(
+    comm: MSAIcpComm, slot: Any, received: Int32[Array, "W hpr T *row"], tagged: bool
+) -> MSAIcpComm:
     """The storage with the rows of a collective in one slot."""
     if tagged:
         stored = store_tagged(comm.tagged_recv, slot, received)

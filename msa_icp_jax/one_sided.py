@@ -12,13 +12,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-import jax
-
 from msa_icp_jax.comm import MSAIcpComm
 from msa_icp_jax.geometry import IndexerGeometry
 from msa_icp_jax.ops.arguments import Candidates
 
 if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Float32, Int32
     from msa_icp_jax.ops._mosaic.peer_rows import Peers
 
 # Of programs that decode one-sidedly: their kernels are launched one by one, not as a graph of
@@ -31,13 +30,13 @@ SPIN_LIMIT = 1 << 26
 
 
 def select_and_publish(
-    scores: jax.Array,
-    num_valid_pages: jax.Array,
+    scores: Float32[Array, "rows 4 columns"],
+    num_valid_pages: Int32[Array, " T"],
     comm: MSAIcpComm,
     *,
     geometry: IndexerGeometry,
-    rank: int | jax.Array,
-    slot: int | jax.Array,
+    rank: int | Int32[Array, ""],
+    slot: int | Int32[Array, ""],
     tagged: bool,
     enable_pdl: bool,
 ) -> MSAIcpComm:
@@ -75,16 +74,16 @@ def select_and_publish(
 
 
 def merge_published(
-    num_valid_pages: jax.Array,
-    output: jax.Array | None,
+    num_valid_pages: Int32[Array, " T"],
+    output: Int32[Array, "out_rows hpr 16"] | None,
     comm: MSAIcpComm,
     *,
     geometry: IndexerGeometry,
-    rank: int | jax.Array,
-    slot: int | jax.Array,
+    rank: int | Int32[Array, ""],
+    slot: int | Int32[Array, ""],
     tagged: bool,
     enable_pdl: bool,
-) -> tuple[jax.Array, MSAIcpComm]:
+) -> tuple[Int32[Array, "out_rows hpr 16"], MSAIcpComm]:
     """Waits for every rank's rows of the owned heads and merges them.
 
     Args:
@@ -118,8 +117,8 @@ def merge_published(
 def _peers(
     comm: MSAIcpComm,
     geometry: IndexerGeometry,
-    rank: int | jax.Array,
-    slot: int | jax.Array,
+    rank: int | Int32[Array, ""],
+    slot: int | Int32[Array, ""],
     tagged: bool,
 ) -> Peers:
     from msa_icp_jax.ops._mosaic.peer_rows import Peers

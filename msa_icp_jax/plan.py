@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +84,9 @@ from msa_icp_jax.typing import (
     ResolvedTransport,
     Transport,
 )
+
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Float32, IndexFloat, Int32
 
 # Requests from which a fused decode beats score + select, by measurement; None: never. The fused
 # decode is score + select over a plane of its own, since a kernel that kept lists instead took
@@ -226,21 +229,25 @@ class MSAIcpIndexerPlan:
 
     def decode(
         self,
-        index_q: jax.Array,
-        index_k: jax.Array,
-        block_table: jax.Array,
-        seq_lens: jax.Array,
-        num_valid_pages: jax.Array,
-        scores: jax.Array | None = None,
-        output: jax.Array | None = None,
+        index_q: IndexFloat[Array, "T 4 128"],
+        index_k: IndexFloat[Array, "pages R 128"],
+        block_table: Int32[Array, "B width"],
+        seq_lens: Int32[Array, " B"],
+        num_valid_pages: Int32[Array, " T"],
+        scores: Float32[Array, "rows 4 columns"] | None = None,
+        output: Int32[Array, "out_rows hpr 16"] | None = None,
         *,
         comm: MSAIcpComm | None = None,
-        slot: int | jax.Array = 0,
+        slot: int | Int32[Array, ""] = 0,
         tagged: bool = False,
         decode_query_len: int,
         enable_pdl: bool = True,
         fused: bool | None = None,
-    ) -> tuple[jax.Array, jax.Array | None, MSAIcpComm | None]:
+    ) -> tuple[
+        Int32[Array, "out_rows hpr 16"],
+        Float32[Array, "rows 4 columns"] | None,
+        MSAIcpComm | None,
+    ]:
         """Chooses the 16 key blocks of every decode token for the heads this rank owns.
 
         Args:
@@ -303,20 +310,24 @@ class MSAIcpIndexerPlan:
 
     def decode_local(
         self,
-        index_q: jax.Array,
-        index_k: jax.Array,
-        block_table: jax.Array,
-        seq_lens: jax.Array,
-        num_valid_pages: jax.Array,
-        scores: jax.Array | None = None,
+        index_q: IndexFloat[Array, "T 4 128"],
+        index_k: IndexFloat[Array, "pages R 128"],
+        block_table: Int32[Array, "B width"],
+        seq_lens: Int32[Array, " B"],
+        num_valid_pages: Int32[Array, " T"],
+        scores: Float32[Array, "rows 4 columns"] | None = None,
         *,
         comm: MSAIcpComm | None = None,
-        slot: int | jax.Array = 0,
+        slot: int | Int32[Array, ""] = 0,
         tagged: bool = False,
         decode_query_len: int,
         enable_pdl: bool = True,
         fused: bool | None = None,
-    ) -> tuple[jax.Array | None, jax.Array | None, MSAIcpComm | None]:
+    ) -> tuple[
+        Int32[Array, "W hpr T *row"] | None,
+        Float32[Array, "rows 4 columns"] | None,
+        MSAIcpComm | None,
+    ]:
         """Scores a decode against this rank's keys and keeps every token's local Top16.
 
         The rows are as they are sent: whoever sends them may mark them with the call on their way
@@ -379,15 +390,15 @@ class MSAIcpIndexerPlan:
 
     def decode_merge(
         self,
-        received: jax.Array | None,
-        num_valid_pages: jax.Array,
-        output: jax.Array | None = None,
+        received: Int32[Array, "W hpr C *row"] | None,
+        num_valid_pages: Int32[Array, " T"],
+        output: Int32[Array, "out_rows hpr 16"] | None = None,
         *,
         comm: MSAIcpComm | None = None,
-        slot: int | jax.Array = 0,
+        slot: int | Int32[Array, ""] = 0,
         tagged: bool = False,
         enable_pdl: bool = True,
-    ) -> tuple[jax.Array, MSAIcpComm | None]:
+    ) -> tuple[Int32[Array, "out_rows hpr 16"], MSAIcpComm | None]:
         """Merges every rank's candidates of the owned heads.
 
         Args:
@@ -450,9 +461,9 @@ class MSAIcpIndexerPlan:
 
     def prefill_window_plan(
         self,
-        qo_segment_lens: jax.Array,
-        kv_segment_lens: jax.Array,
-        qo_offset: jax.Array,
+        qo_segment_lens: Int32[Array, " B"],
+        kv_segment_lens: Int32[Array, " B"],
+        qo_offset: Int32[Array, " B"],
         *,
         total_q: int,
         max_query_len: int,
@@ -503,16 +514,16 @@ class MSAIcpIndexerPlan:
 
     def prefill_local(
         self,
-        query: jax.Array,
-        index_k: jax.Array,
-        block_table: jax.Array,
+        query: IndexFloat[Array, "T 4 128"],
+        index_k: IndexFloat[Array, "pages R 128"],
+        block_table: Int32[Array, "B width"],
         window_plan: MSAIcpScorePlan,
-        score_scratch: jax.Array | None,
-        num_valid_pages: jax.Array,
-        carrier_view: jax.Array,
+        score_scratch: Float32[Array, "rows 4 columns"] | None,
+        num_valid_pages: Int32[Array, " T"],
+        carrier_view: Int32[Array, "4 carrier_rows 33"],
         *,
         fused: bool | None = None,
-    ) -> tuple[jax.Array, jax.Array | None]:
+    ) -> tuple[Int32[Array, "4 carrier_rows 33"], Float32[Array, "rows 4 columns"] | None]:
         """Scores a window against this rank's keys and keeps every query's local Top16.
 
         Args:
@@ -571,7 +582,9 @@ class MSAIcpIndexerPlan:
         )
         return carrier, score_scratch if fused else plane
 
-    def prefill_exchange(self, carrier: jax.Array) -> jax.Array:
+    def prefill_exchange(
+        self, carrier: Int32[Array, "4 carrier_rows 33"]
+    ) -> Int32[Array, "W hpr C 33"]:
         """Sends each head's candidate rows to its owner: the one collective of a layer.
 
         Args:
@@ -589,8 +602,11 @@ class MSAIcpIndexerPlan:
         return exchange(by_owner(carrier, self.geometry.world_size), self.axis_name)
 
     def prefill_merge(
-        self, received: jax.Array, num_valid_pages: jax.Array, output: jax.Array
-    ) -> jax.Array:
+        self,
+        received: Int32[Array, "W hpr C *row"],
+        num_valid_pages: Int32[Array, " T"],
+        output: Int32[Array, "out_rows hpr 16"],
+    ) -> Int32[Array, "out_rows hpr 16"]:
         """Merges every rank's candidates of the owned heads.
 
         Args:
@@ -628,17 +644,21 @@ class MSAIcpIndexerPlan:
 
     def prefill(
         self,
-        query: jax.Array,
-        index_k: jax.Array,
-        block_table: jax.Array,
+        query: IndexFloat[Array, "T 4 128"],
+        index_k: IndexFloat[Array, "pages R 128"],
+        block_table: Int32[Array, "B width"],
         window_plan: MSAIcpScorePlan,
-        score_scratch: jax.Array | None,
-        num_valid_pages: jax.Array,
-        carrier_view: jax.Array,
-        output: jax.Array,
+        score_scratch: Float32[Array, "rows 4 columns"] | None,
+        num_valid_pages: Int32[Array, " T"],
+        carrier_view: Int32[Array, "4 carrier_rows 33"],
+        output: Int32[Array, "out_rows hpr 16"],
         *,
         fused: bool | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    ) -> tuple[
+        Int32[Array, "out_rows hpr 16"],
+        Int32[Array, "4 carrier_rows 33"],
+        Float32[Array, "rows 4 columns"] | None,
+    ]:
         """`prefill_local`, `prefill_exchange` and `prefill_merge` in one.
 
         Args:
@@ -955,7 +975,7 @@ class MSAIcpIndexerPlan:
             "enable_pdl": enable_pdl,
         }
 
-    def _shard(self, index_k: jax.Array) -> Shard:
+    def _shard(self, index_k: IndexFloat[Array, "pages R 128"]) -> Shard:
         """This rank's share of the cache, which is checked."""
         geometry = self.geometry
         layout = geometry.world_size, geometry.page_size, geometry.row_offset
@@ -1067,7 +1087,7 @@ class MSAIcpIndexerPlan:
         )
 
 
-def _prefix_sums(lengths: jax.Array) -> jax.Array:
+def _prefix_sums(lengths: Int32[Array, " B"]) -> Int32[Array, " B+1"]:
     """[B + 1] sums of the lengths before each segment; they saturate where int32 would wrap."""
     terms = jnp.clip(lengths, 0, MAX_SUM)
     sums = lax.associative_scan(lambda a, b: jnp.minimum(a + b, MAX_SUM), terms)

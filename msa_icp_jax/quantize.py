@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import jax
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 
 from msa_icp_jax import checks
 
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Float, Float8e4m3fn
+
 E4M3_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)  # 448
 
 
-def msa_icp_quantize_index(x: jax.Array) -> jax.Array:
+def msa_icp_quantize_index(x: Float[Array, "*shape"]) -> Float8e4m3fn[Array, "*shape"]:
     """Rounds index queries or keys to float8_e4m3fn: to nearest, ties to even, saturating.
 
     What is larger than 448 becomes 448, infinities too. ``x.astype(jnp.float8_e4m3fn)`` alone

@@ -12,11 +12,15 @@ equal keys the candidate that stands first wins, and candidates always stand in 
 
 from __future__ import annotations
 
-import jax
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 from jax import lax
 
 from msa_icp_jax.geometry import MAX_BLOCKS, TOPK, cdiv, round_up
+
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Int32
 
 ROW_WORDS = 2 * TOPK + 1
 TAGGED_WORDS = 2 * TOPK
@@ -31,7 +35,7 @@ INVALID_KEY = -0x80000000  # below the key of -inf
 _SORTED = 128  # keys of the widest sort
 
 
-def order_keys(words: jax.Array) -> jax.Array:
+def order_keys(words: Int32[Array, "*rows n"]) -> Int32[Array, "*rows n"]:
     """Maps fp32 bits (int32) to int32 keys that order as the scores do.
 
     NaN of either sign becomes the key of -inf, -0.0 that of +0.0. For the rest, non-negative floats
@@ -44,8 +48,12 @@ def order_keys(words: jax.Array) -> jax.Array:
 
 
 def candidate_keys(
-    words: jax.Array, ids: jax.Array, num_valid_pages: jax.Array, begin: int, end: int
-) -> jax.Array:
+    words: Int32[Array, "*#shape"],
+    ids: Int32[Array, "*#shape"],
+    num_valid_pages: Int32[Array, "*#shape"],
+    begin: int,
+    end: int,
+) -> Int32[Array, "*#shape"]:
     """Keys of candidates: INVALID_KEY for blocks out of sight, FORCED_KEY in a forced window.
 
     Args:
@@ -62,7 +70,7 @@ def candidate_keys(
     return jnp.where(valid, jnp.where(forced, FORCED_KEY, order_keys(words)), INVALID_KEY)
 
 
-def top16(keys: jax.Array) -> jax.Array:
+def top16(keys: Int32[Array, "*rows n"]) -> Int32[Array, "*rows 16"]:
     """Positions of the 16 largest keys of the last axis; among equal keys the first ones.
 
     No sort is wider than 128 keys. Longer rows are cut into at most 128 groups: the 16 groups with
@@ -81,8 +89,8 @@ def top16(keys: jax.Array) -> jax.Array:
 
 
 def take_top16(
-    keys: jax.Array, words: jax.Array, ids: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    keys: Int32[Array, "*rows n"], words: Int32[Array, "*rows n"], ids: Int32[Array, "*rows n"]
+) -> tuple[Int32[Array, "*rows 16"], Int32[Array, "*rows 16"], Int32[Array, "*rows 16"]]:
     """The 16 best (keys, words, ids) of the last axis; the tail is (INVALID_KEY, -inf, -1)."""
     fill = TOPK - keys.shape[-1]
     if fill > 0:
@@ -93,44 +101,50 @@ def take_top16(
     return keys, jnp.where(live, words, NEG_INF_WORD), jnp.where(live, ids, NO_BLOCK)
 
 
-def ascending(ids: jax.Array, *along: jax.Array) -> tuple[jax.Array, ...]:
+def ascending(
+    ids: Int32[Array, "*rows n"], *along: Int32[Array, "*rows n"]
+) -> tuple[Int32[Array, "*rows n"], ...]:
     """Sorts the last axis by id, NO_BLOCK last, and `along` with it."""
     order = jnp.where(ids == NO_BLOCK, FORCED_KEY, ids)
     _, ids, *along_sorted = lax.sort((order, ids, *along), num_keys=1)
     return (ids, *along_sorted)
 
 
-def pack(words: jax.Array, ids: jax.Array) -> jax.Array:
+def pack(words: Int32[Array, "*rows n"], ids: Int32[Array, "*rows n"]) -> Int32[Array, "*rows 33"]:
     """Candidate rows [..., 33] from score words and ids [..., 16] in any order."""
     ids, words = ascending(ids, words)
     ready = jnp.full((*ids.shape[:-1], 1), READY, jnp.int32)
     return jnp.concatenate([words, ids, ready], axis=-1)
 
 
-def unpack(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def unpack(
+    rows: Int32[Array, "*rows words"],
+) -> tuple[Int32[Array, "*rows 16"], Int32[Array, "*rows 16"]]:
     """Score words and ids [..., 16] of rows whose last axis holds at least 32 words."""
     return rows[..., :TOPK], rows[..., TOPK : 2 * TOPK]
 
 
-def tag(rows: jax.Array, generations: jax.Array) -> jax.Array:
+def tag(
+    rows: Int32[Array, "*rows words"], generations: Int32[Array, "*rows"]
+) -> Int32[Array, "*rows 32 2"]:
     """Tagged rows [..., 32, 2] of candidate rows [..., 33] and their generations [...]."""
     words = rows[..., :TAGGED_WORDS]
     return jnp.stack([words, jnp.broadcast_to(generations[..., None], words.shape)], axis=-1)
 
 
-def next_generation(generations: jax.Array) -> jax.Array:
+def next_generation(generations: Int32[Array, "*rows"]) -> Int32[Array, "*rows"]:
     """The generation after each of `generations` (int32): wraps around and skips 0."""
     following = generations + 1
     return jnp.where(following == 0, 1, following)
 
 
-def empty_rows(*shape: int) -> jax.Array:
+def empty_rows(*shape: int) -> Int32[Array, "*rows 33"]:
     """Candidate rows [*shape, 33] without a candidate."""
     lead = (*shape, TOPK)
     return pack(jnp.full(lead, NEG_INF_WORD, jnp.int32), jnp.full(lead, NO_BLOCK, jnp.int32))
 
 
-def _pad_last(x: jax.Array, size: int) -> jax.Array:
+def _pad_last(x: Int32[Array, "*rows n"], size: int) -> Int32[Array, "*rows size"]:
     """Pads the last axis to `size` with INVALID_KEY, which never wins."""
     width = [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])]
     return jnp.pad(x, width, constant_values=INVALID_KEY)

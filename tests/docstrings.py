@@ -59,7 +59,7 @@ def missing(name: str, member: Any) -> list[str]:
         words = described(text, parameter.name)
         if not words:
             lacks.append(f"{name}: nothing of {parameter.name}")
-        elif re.search(r"jax\.Array|Tensor\b", str(parameter.annotation)) and not re.search(
+        elif re.search(r"\bArray\b|Tensor\b", str(parameter.annotation)) and not re.search(
             r"\[.*\]|\bas in\b|\bscalar\b|\bany shape\b", words
         ):
             lacks.append(f"{name}: no shape of {parameter.name}")

@@ -9,15 +9,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from msa_icp_jax import rows
 from msa_icp_jax.geometry import HEAD_DIM, TOPK, cdiv
 from msa_icp_jax.ops.arguments import Candidates, Shard
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
+    from msa_icp_jax.arrays import (
+        Array,
+        Bool,
+        Float8e4m3fn,
+        Float32,
+        IndexFloat,
+        Int32,
+        Shaped,
+    )
 
 NEG_INF = -jnp.inf
 _PRODUCT_BYTES_PER_STEP = 64 << 20  # float32 products that one scoring step holds
@@ -36,8 +48,8 @@ class Tuning:
       tile_tokens: query tokens of a prefill tile.
     """
 
-    operand: Any
-    unit: Any
+    operand: DTypeLike
+    unit: DTypeLike
     key_rows: int
     tile_tokens: int
 
@@ -83,7 +95,11 @@ def columns_per_step(shard: Shard, groups: int, queries: int, limit: int, tuning
 
 
 def for_each_step[Carry](
-    used: jax.Array, step: int, columns: int, body: Callable[[Any, Carry], Carry], carry: Carry
+    used: Int32[Array, ""],
+    step: int,
+    columns: int,
+    body: Callable[[Any, Carry], Carry],
+    carry: Carry,
 ) -> Carry:
     """Folds `body` over the steps that cover `used` of `columns` columns; a single one always."""
     if step == columns:
@@ -91,7 +107,12 @@ def for_each_step[Carry](
     return lax.fori_loop(0, cdiv(used, step), body, carry)
 
 
-def pages_of(table: jax.Array, lengths: jax.Array, columns: jax.Array, shard: Shard) -> jax.Array:
+def pages_of(
+    table: Int32[Array, "groups width"],
+    lengths: Int32[Array, " groups"],
+    columns: Int32[Array, "groups columns"],
+    shard: Shard,
+) -> Int32[Array, "groups columns"]:
     """Physical pages int32 [groups, columns], -1 where there is none to read.
 
     None to read: the column is at or past ``ceil(length / page_size)`` or the table's width, or the
@@ -110,14 +131,14 @@ def pages_of(table: jax.Array, lengths: jax.Array, columns: jax.Array, shard: Sh
 
 
 def column_scores(
-    query: jax.Array,
+    query: IndexFloat[Array, "groups tokens heads 128"],
     shard: Shard,
-    table: jax.Array,
-    columns: jax.Array,
-    positions: jax.Array,
-    lengths: jax.Array,
+    table: Int32[Array, "groups width"],
+    columns: Int32[Array, "groups columns"],
+    positions: Int32[Array, "groups tokens"],
+    lengths: Int32[Array, " groups"],
     tuning: Tuning,
-) -> jax.Array:
+) -> Float32[Array, "groups tokens heads columns"]:
     """Maxima of q.k over the rank's visible rows of some columns: exact products, float32 sums.
 
     Args:
@@ -161,9 +182,9 @@ def column_scores(
 class RunningTop16(NamedTuple):
     """The best 16 candidates so far of [..., 16] (keys, score words, ids)."""
 
-    keys: jax.Array
-    words: jax.Array
-    ids: jax.Array
+    keys: Int32[Array, "*rows 16"]
+    words: Int32[Array, "*rows 16"]
+    ids: Int32[Array, "*rows 16"]
 
     @staticmethod
     def empty(*shape: int) -> RunningTop16:
@@ -177,10 +198,10 @@ class RunningTop16(NamedTuple):
 
     def fold(
         self,
-        scores: jax.Array,
-        columns: jax.Array,
-        fresh: jax.Array,
-        num_valid_pages: jax.Array,
+        scores: Float32[Array, "*rows columns"],
+        columns: Int32[Array, " columns"],
+        fresh: Bool[Array, " columns"],
+        num_valid_pages: Int32[Array, "*rows"],
         candidates: Candidates,
     ) -> RunningTop16:
         """Folds in scores [..., columns] of columns that all lie past the earlier ones.
@@ -199,12 +220,14 @@ class RunningTop16(NamedTuple):
         )
         return RunningTop16(*rows.take_top16(*joined))
 
-    def rows(self) -> jax.Array:
+    def rows(self) -> Int32[Array, "*rows 33"]:
         """Candidate rows int32 [..., 33]."""
         return rows.pack(self.words, self.ids)
 
 
-def _gathered_keys(shard: Shard, pages: jax.Array, tuning: Tuning) -> jax.Array:
+def _gathered_keys(
+    shard: Shard, pages: Int32[Array, "groups columns"], tuning: Tuning
+) -> Shaped[Array, "groups columns R 128"]:
     """The values of the rank's rows of `pages`, [groups, columns, rows, 128] operands.
 
     XLA on CPU has no data movement of such narrow numbers: it would convert the whole cache before
@@ -234,7 +257,7 @@ def _gathered_keys(shard: Shard, pages: jax.Array, tuning: Tuning) -> jax.Array:
     return keys if dtype == jnp.bfloat16 else keys.astype(tuning.operand)
 
 
-def _as_units(x: jax.Array, unit: Any) -> jax.Array:
+def _as_units(x: Shaped[Array, "*shape n"], unit: DTypeLike) -> Shaped[Array, "*shape m"]:
     """The bits of `x` as wider or equal units along the last axis."""
     ratio = jnp.dtype(unit).itemsize // x.dtype.itemsize
     if ratio > 1:
@@ -242,18 +265,18 @@ def _as_units(x: jax.Array, unit: Any) -> jax.Array:
     return lax.bitcast_convert_type(x, unit)
 
 
-def _from_units(units: jax.Array, dtype: Any) -> jax.Array:
+def _from_units(units: Shaped[Array, "*shape m"], dtype: DTypeLike) -> Shaped[Array, "*shape n"]:
     """`_as_units` undone."""
     x = lax.bitcast_convert_type(units, dtype)
     return x if x.ndim == units.ndim else x.reshape(*units.shape[:-1], -1)
 
 
-def _values(x: jax.Array) -> jax.Array:
+def _values(x: IndexFloat[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """The float32 values of float8_e4m3fn or bfloat16 numbers."""
     return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else e4m3_values(x)
 
 
-def e4m3_values(x: jax.Array) -> jax.Array:
+def e4m3_values(x: Float8e4m3fn[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """The float32 values of float8_e4m3fn numbers of any shape.
 
     It stands for `astype`, because XLA makes a float8 product of two that lead to a product,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from msa_icp_jax import checks, geometry
 from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import Forced
+
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, IndexFloat, Int32
 
 
 @jax.tree_util.register_dataclass
@@ -26,8 +29,8 @@ class Shard:
       row_offset: first row of the index keys inside a compound page.
     """
 
-    index_k: jax.Array
-    rank: int | jax.Array
+    index_k: IndexFloat[Array, "pages R 128"]
+    rank: int | Int32[Array, ""]
     world_size: int = dataclasses.field(metadata={"static": True})
     page_size: int = dataclasses.field(metadata={"static": True})
     row_offset: int = dataclasses.field(default=0, metadata={"static": True})
@@ -57,7 +60,7 @@ class Candidates:
 
     forced: Forced = dataclasses.field(metadata={"static": True})
     scale: int = dataclasses.field(metadata={"static": True})
-    offset: int | jax.Array
+    offset: int | Int32[Array, ""]
 
 
 def check_shard(

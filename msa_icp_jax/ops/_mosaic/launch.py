@@ -6,12 +6,15 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Int32
 
 _SM_SHARED_BYTES = 228 << 10
 _CTA_SHARED_BYTES = 1 << 10  # kept by the system
@@ -138,7 +141,7 @@ def ctas_per_sm(shared_bytes: int) -> int:
     return max(1, _SM_SHARED_BYTES // (shared_bytes + _CTA_SHARED_BYTES))
 
 
-def scalar_operand(x: Any) -> jax.Array:
+def scalar_operand(x: Any) -> Int32[Array, " 1"]:
     """An int or a traced int32 scalar as an operand, int32 [1]: one kernel for all its values."""
     return jnp.asarray(x, jnp.int32).reshape(1)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -22,6 +22,9 @@ from msa_icp_jax.ops._mosaic import lanes, peer_memory
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, where
 from msa_icp_jax.ops._mosaic.launch import scalar_operand
 from msa_icp_jax.rows import READY, ROW_WORDS, TAGGED_WORDS
+
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Int32
 
 SEEN_WORDS = 2  # of shared memory, for each warp
 _FREE = 0  # a flag: the owner has merged the row that was here
@@ -83,9 +86,9 @@ class Peers:
       spin_limit: looks at a peer's flag or row before it is given up, >= 1.
     """
 
-    bases: jax.Array
-    rank: int | jax.Array
-    slot: int | jax.Array
+    bases: Int32[Array, "W 2"]
+    rank: int | Int32[Array, ""]
+    slot: int | Int32[Array, ""]
     capacity: int
     tagged: bool
     spin_limit: int

@@ -9,7 +9,7 @@ device addresses, so there is no plain definition; where the addresses are not k
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,18 @@ from msa_icp_jax.ops._mosaic.launch import (
 from msa_icp_jax.ops._mosaic.peer_rows import SEEN_WORDS, Owners, PeerRows, Peers
 from msa_icp_jax.rows import ROW_WORDS
 
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Int32
+
 _WARP, _WARPS = 32, 4
 
 
-def publish_rows(rows: jax.Array, peers: Peers, counters: jax.Array, launch: Launch) -> jax.Array:
+def publish_rows(
+    rows: Int32[Array, "W hpr T 33"],
+    peers: Peers,
+    counters: Int32[Array, "*counters"],
+    launch: Launch,
+) -> Int32[Array, "*counters"]:
     """Stores this rank's candidate rows in every owner's receive storage.
 
     Args:

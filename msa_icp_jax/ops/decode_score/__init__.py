@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,18 @@ from msa_icp_jax.ops.decode_score import xla
 from msa_icp_jax.ops.select import MSAIcpRows, check_generations, select_by_owner
 from msa_icp_jax.typing import Backend, Precision
 
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Float32, IndexFloat, Int32
+
 
 def msa_icp_decode_index_score_sharded(
-    index_q: jax.Array,
-    index_k: jax.Array,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
-    score_out: jax.Array,
+    index_q: IndexFloat[Array, "T 4 128"],
+    index_k: IndexFloat[Array, "pages R 128"],
+    block_table: Int32[Array, "B width"],
+    seq_lens: Int32[Array, " B"],
+    score_out: Float32[Array, "rows 4 columns"],
     *,
-    rank: int | jax.Array,
+    rank: int | Int32[Array, ""],
     world_size: int,
     page_size: int,
     decode_query_len: int,
@@ -33,7 +36,7 @@ def msa_icp_decode_index_score_sharded(
     backend: Backend = "auto",
     precision: Precision = "auto",
     row_offset: int = 0,
-) -> jax.Array:
+) -> Float32[Array, "rows 4 columns"]:
     """Scores every decode token against this rank's share of its request's keys.
 
     ``score[t, h, c]`` is the maximum of ``q[t, h] . k[row]`` (float32) over the rank's rows of page
@@ -86,20 +89,20 @@ def msa_icp_decode_index_score_sharded(
 
 
 def msa_icp_decode_score_publish(
-    index_q: jax.Array,
-    index_k: jax.Array,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
-    num_valid_pages: jax.Array,
+    index_q: IndexFloat[Array, "T 4 128"],
+    index_k: IndexFloat[Array, "pages R 128"],
+    block_table: Int32[Array, "B width"],
+    seq_lens: Int32[Array, " B"],
+    num_valid_pages: Int32[Array, " T"],
     *,
-    rank: int | jax.Array,
+    rank: int | Int32[Array, ""],
     world_size: int,
     page_size: int,
     decode_query_len: int,
     force_begin_blocks: int,
     force_end_blocks: int,
-    generations: jax.Array | None = None,
-    slot: int | jax.Array = 0,
+    generations: Int32[Array, "3 4 C"] | None = None,
+    slot: int | Int32[Array, ""] = 0,
     enable_pdl: bool = True,
     backend: Backend = "auto",
     precision: Precision = "auto",
@@ -150,15 +153,15 @@ def msa_icp_decode_score_publish(
 
 
 def decode_scores(
-    index_q: jax.Array,
+    index_q: IndexFloat[Array, "T 4 128"],
     shard: Shard,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
-    score_out: jax.Array,
+    block_table: Int32[Array, "B width"],
+    seq_lens: Int32[Array, " B"],
+    score_out: Float32[Array, "rows 4 columns"],
     *,
     enable_pdl: bool,
     backend: Backend,
-) -> jax.Array:
+) -> Float32[Array, "rows 4 columns"]:
     """`msa_icp_decode_index_score_sharded` of a shard; arguments are taken as checked."""
     on_mosaic = takes_mosaic(backend, index_q, shard.index_k, block_table, seq_lens, score_out)
     if index_q.shape[0] == 0:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,19 +54,22 @@ from msa_icp_jax.ops.decode_score.work_balance import (
 )
 from msa_icp_jax.ops.select.long_rows import TEAM_WORDS, WARPS
 
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Float32, IndexFloat, Int32
+
 # Shared memory of a CTA of the select of short rows, with what the system keeps.
 _SELECT_BYTES = round_up(4 * WARPS * TEAM_WORDS, 1 << 10) + (1 << 10)
 _SCALAR = plgpu.Layout.WG_SPLAT
 
 
 def decode_scores(
-    index_q: jax.Array,
+    index_q: IndexFloat[Array, "T 4 128"],
     shard: Shard,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
-    score_out: jax.Array,
+    block_table: Int32[Array, "B width"],
+    seq_lens: Int32[Array, " B"],
+    score_out: Float32[Array, "rows 4 columns"],
     launch: Launch,
-) -> jax.Array:
+) -> Float32[Array, "rows 4 columns"]:
     """Writes the columns of each request's pages, rounded up to four, into `score_out`.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ from msa_icp_jax.ops import _portable
 from msa_icp_jax.ops._portable import Tuning
 from msa_icp_jax.ops.arguments import Shard
 
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Float32, IndexFloat, Int32
+
 _TILES = 8  # tiles of one request in a step, if all are equally long
 
 
@@ -21,14 +24,14 @@ _TILES = 8  # tiles of one request in a step, if all are equally long
 @jax.jit
 @_portable.tuned
 def decode_scores(
-    index_q: jax.Array,
+    index_q: IndexFloat[Array, "T 4 128"],
     shard: Shard,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
-    score_out: jax.Array,
+    block_table: Int32[Array, "B width"],
+    seq_lens: Int32[Array, " B"],
+    score_out: Float32[Array, "rows 4 columns"],
     *,
     tuning: Tuning,
-) -> jax.Array:
+) -> Float32[Array, "rows 4 columns"]:
     """Writes the columns of each request's pages, rounded up to four; see the public function."""
     decode_query_len = index_q.shape[0] // block_table.shape[0]
     batch = _Requests.of(index_q, block_table, seq_lens, decode_query_len)
@@ -93,27 +96,34 @@ class _Requests(NamedTuple):
       lengths: int32 [requests], none negative.
     """
 
-    query: jax.Array
-    table: jax.Array
-    lengths: jax.Array
+    query: IndexFloat[Array, "requests tokens 4 128"]
+    table: Int32[Array, "requests width"]
+    lengths: Int32[Array, " requests"]
 
     @staticmethod
     def of(
-        index_q: jax.Array, block_table: jax.Array, seq_lens: jax.Array, decode_query_len: int
+        index_q: IndexFloat[Array, "T 4 128"],
+        block_table: Int32[Array, "B width"],
+        seq_lens: Int32[Array, " B"],
+        decode_query_len: int,
     ) -> _Requests:
         """A batch of whole requests."""
         query = index_q.reshape(-1, decode_query_len, *index_q.shape[1:])
         return _Requests(query, block_table, jnp.maximum(seq_lens, 0))
 
-    def picked(self, request: jax.Array) -> _Requests:
+    def picked(self, request: Int32[Array, " n"]) -> _Requests:
         """The requests with these numbers, int32 [n]."""
         bits = lax.bitcast_convert_type(self.query, jnp.uint8)  # XLA on CPU cannot move float8
         query = lax.bitcast_convert_type(bits[request], self.query.dtype)
         return _Requests(query, self.table[request], self.lengths[request])
 
     def written(
-        self, old: jax.Array, columns: jax.Array, shard: Shard, tuning: Tuning
-    ) -> jax.Array:
+        self,
+        old: Float32[Array, "T 4 columns"],
+        columns: Int32[Array, "requests columns"],
+        shard: Shard,
+        tuning: Tuning,
+    ) -> Float32[Array, "T 4 columns"]:
         """`old` [T, 4, columns] with scores where they belong; columns int32 [requests, columns].
 
         They belong in the columns of a request's pages, rounded up to four.

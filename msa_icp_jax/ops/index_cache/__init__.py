@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,21 @@ from msa_icp_jax.ops.arguments import check_shard
 from msa_icp_jax.ops.index_cache import xla
 from msa_icp_jax.typing import Backend
 
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, IndexFloat, Int32
+
 
 def msa_icp_write_index_k(
-    index_k: jax.Array,
-    new_k: jax.Array,
-    slot_mapping: jax.Array,
+    index_k: IndexFloat[Array, "pages R 128"],
+    new_k: IndexFloat[Array, "N 128"],
+    slot_mapping: Int32[Array, " N"],
     *,
-    rank: int | jax.Array,
+    rank: int | Int32[Array, ""],
     world_size: int,
     page_size: int,
     row_offset: int = 0,
     backend: Backend = "auto",
-) -> jax.Array:
+) -> IndexFloat[Array, "pages R 128"]:
     """Stores new index keys at their slots, each on the rank that owns its row.
 
     Token i goes to flat slot ``page * page_size + row``; rank r of W owns rows ``[r R, (r + 1) R)``

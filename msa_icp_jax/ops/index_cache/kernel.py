@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import lax
@@ -21,6 +21,9 @@ from msa_icp_jax.ops._mosaic.launch import (
     written,
 )
 from msa_icp_jax.ops.arguments import Shard
+
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, IndexFloat, Int32
 
 _THREADS = 128  # of a CTA
 _THREAD_WORDS = 4  # of a row, that a thread copies
@@ -60,8 +63,11 @@ class WriteParams:
 
 
 def write_rows(
-    shard: Shard, new_k: jax.Array, slot_mapping: jax.Array, launch: Launch
-) -> jax.Array:
+    shard: Shard,
+    new_k: IndexFloat[Array, "N 128"],
+    slot_mapping: Int32[Array, " N"],
+    launch: Launch,
+) -> IndexFloat[Array, "pages R 128"]:
     """Stores the rows of `new_k` that this rank owns; in place where its keys are donated.
 
     Args:

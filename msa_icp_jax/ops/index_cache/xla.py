@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import jax
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 from jax import lax
 
 from msa_icp_jax.backend import vary_as
 from msa_icp_jax.ops.arguments import Shard
 
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Bool, IndexFloat, Int32
 
-def write_rows(shard: Shard, new_k: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+
+def write_rows(
+    shard: Shard, new_k: IndexFloat[Array, "N 128"], slot_mapping: Int32[Array, " N"]
+) -> IndexFloat[Array, "pages R 128"]:
     """Stores the rows of `new_k` that this rank owns; see the public function."""
     index_k, rows = shard.index_k, shard.rows
     page, row = slot_mapping // shard.page_size, slot_mapping % shard.page_size
@@ -28,8 +34,12 @@ def write_rows(shard: Shard, new_k: jax.Array, slot_mapping: jax.Array) -> jax.A
 
 
 def _scatter(
-    index_k: jax.Array, new_k: jax.Array, page: jax.Array, row: jax.Array, owned: jax.Array
-) -> jax.Array:
+    index_k: IndexFloat[Array, "pages R 128"],
+    new_k: IndexFloat[Array, "N 128"],
+    page: Int32[Array, " N"],
+    row: Int32[Array, " N"],
+    owned: Bool[Array, " N"],
+) -> IndexFloat[Array, "pages R 128"]:
     """A token that is not stored writes what another one does; if none is, the row that is there.
 
     So every index is in range, and no row is written that would not be.
@@ -42,8 +52,12 @@ def _scatter(
 
 
 def _rewrite(
-    index_k: jax.Array, new_k: jax.Array, page: jax.Array, row: jax.Array, owned: jax.Array
-) -> jax.Array:
+    index_k: IndexFloat[Array, "pages R 128"],
+    new_k: IndexFloat[Array, "N 128"],
+    page: Int32[Array, " N"],
+    row: Int32[Array, " N"],
+    owned: Bool[Array, " N"],
+) -> IndexFloat[Array, "pages R 128"]:
     """The scatter as one pass over the cache, in place.
 
     XLA on CPU moves no float8 or bfloat16 data: around a scatter it converts the whole cache, or

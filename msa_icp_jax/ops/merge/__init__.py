@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from msa_icp_jax.checks import AtLeast
 from msa_icp_jax.geometry import NUM_HEADS, TOPK, Forced
 from msa_icp_jax.ops.merge import xla
 from msa_icp_jax.typing import Backend
+
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Int32
 
 
 class MSAIcpMerge(NamedTuple):
@@ -35,16 +38,16 @@ class MSAIcpMerge(NamedTuple):
 
 
 def msa_icp_merge_candidates(
-    recv_slot: jax.Array,
-    num_valid_pages: jax.Array,
-    output: jax.Array,
-    errors: jax.Array,
+    recv_slot: Int32[Array, "W hpr C *row"],
+    num_valid_pages: Int32[Array, " T"],
+    output: Int32[Array, "out_rows hpr 16"],
+    errors: Int32[Array, " 1"],
     *,
     init_blocks: int,
     local_blocks: int,
     spin_limit: int = 67108864,
     enable_pdl: bool = False,
-    expected_generations: jax.Array | None = None,
+    expected_generations: Int32[Array, "*slots hpr C"] | None = None,
     prefill: bool = False,
     backend: Backend = "auto",
 ) -> MSAIcpMerge:
@@ -109,16 +112,16 @@ def msa_icp_merge_candidates(
 
 
 def merge_once(
-    received: jax.Array,
-    num_valid_pages: jax.Array,
-    output: jax.Array | None,
-    tags: jax.Array | None = None,
+    received: Int32[Array, "W hpr C *row"],
+    num_valid_pages: Int32[Array, " T"],
+    output: Int32[Array, "out_rows hpr 16"] | None,
+    tags: Int32[Array, "hpr T"] | None = None,
     *,
     forced: Forced,
     prefill: bool = False,
     enable_pdl: bool = False,
     backend: Backend = "auto",
-) -> jax.Array:
+) -> Int32[Array, "out_rows hpr 16"]:
     """`msa_icp_merge_candidates` of rows that are this call's alone.
 
     Nothing is kept: no flag is cleared, no fault counted, and no buffer made for either. Arguments
@@ -151,13 +154,13 @@ def merge_once(
 
 
 def merge_in_slot(
-    recv: jax.Array,
-    num_valid_pages: jax.Array,
-    output: jax.Array | None,
-    errors: jax.Array,
-    expected_generations: jax.Array | None,
+    recv: Int32[Array, "3 W hpr C *row"],
+    num_valid_pages: Int32[Array, " T"],
+    output: Int32[Array, "out_rows hpr 16"] | None,
+    errors: Int32[Array, " 1"],
+    expected_generations: Int32[Array, "*slots hpr C"] | None,
     *,
-    slot: int | jax.Array,
+    slot: int | Int32[Array, ""],
     forced: Forced,
     enable_pdl: bool,
     backend: Backend,
@@ -214,7 +217,7 @@ def merge_in_slot(
 
 def _merge_rows(
     backend: Backend, enable_pdl: bool, *arrays: Any
-) -> Callable[..., tuple[jax.Array, jax.Array, Any]]:
+) -> Callable[..., tuple[Array, Array, Any]]:
     """The backend's merge."""
     if not takes_mosaic(backend, *arrays):
         return xla.merge_rows

@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,9 @@ from msa_icp_jax.ops._mosaic.peer_rows import Peers
 from msa_icp_jax.ops._mosaic.top16 import count_better, flip_sign, order_key_of_word
 from msa_icp_jax.ops.merge.config import CONFIG
 from msa_icp_jax.rows import FORCED_KEY, INVALID_KEY, NO_BLOCK, READY, ROW_WORDS, TAGGED_WORDS
+
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Int32
 
 _WARP, _WARPS = 32, 4
 _NO_ID = 0x7FFFFFFF
@@ -125,16 +128,18 @@ class MergeParams:
 
 
 def merge_rows(
-    recv: jax.Array,
-    num_valid_pages: jax.Array,
-    output: jax.Array | None,
-    errors: jax.Array | None,
-    generations: jax.Array | None,
+    recv: Int32[Array, "W hpr C *row"],
+    num_valid_pages: Int32[Array, " T"],
+    output: Int32[Array, "out_rows hpr 16"] | None,
+    errors: Int32[Array, " 1"] | None,
+    generations: Int32[Array, "hpr T"] | None,
     forced: Forced,
     launch: Launch,
     *,
     prefill: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[
+    Int32[Array, "out_rows hpr 16"], Int32[Array, "W hpr C *row"], Int32[Array, " 1"] | None
+]:
     """Merges every source rank's candidates of the owned heads.
 
     Args:
@@ -169,17 +174,22 @@ def merge_rows(
 
 
 def merge_arriving_rows(
-    recv: jax.Array,
-    num_valid_pages: jax.Array,
-    output: jax.Array | None,
-    errors: jax.Array,
-    expected_generations: jax.Array | None,
+    recv: Int32[Array, "3 W hpr C *row"],
+    num_valid_pages: Int32[Array, " T"],
+    output: Int32[Array, "out_rows hpr 16"] | None,
+    errors: Int32[Array, " 1"],
+    expected_generations: Int32[Array, "3 hpr C"] | None,
     forced: Forced,
     launch: Launch,
     *,
-    slot: int | jax.Array,
+    slot: int | Int32[Array, ""],
     spin_limit: int,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[
+    Int32[Array, "out_rows hpr 16"],
+    Int32[Array, "3 W hpr C *row"],
+    Int32[Array, " 1"],
+    Int32[Array, "3 hpr C"] | None,
+]:
     """Merges a decode step's rows while the source ranks are still storing them.
 
     Args:
@@ -224,19 +234,19 @@ class Generations(NamedTuple):
       expected: int32 [3, hpr, C], of the rows last merged.
     """
 
-    published: jax.Array
-    expected: jax.Array
+    published: Int32[Array, "3 4 C"]
+    expected: Int32[Array, "3 hpr C"]
 
 
 def merge_rows_at_address(
     peers: Peers,
-    num_valid_pages: jax.Array,
-    output: jax.Array | None,
-    errors: jax.Array,
+    num_valid_pages: Int32[Array, " T"],
+    output: Int32[Array, "out_rows hpr 16"] | None,
+    errors: Int32[Array, " 1"],
     generations: Generations | None,
     forced: Forced,
     launch: Launch,
-) -> tuple[jax.Array, jax.Array, Generations | None]:
+) -> tuple[Int32[Array, "out_rows hpr 16"], Int32[Array, " 1"], Generations | None]:
     """`merge_arriving_rows` of storage that lies outside XLA's memory.
 
     XLA sees neither the rows nor that other ranks' kernels write them. What keeps this kernel
@@ -284,13 +294,13 @@ def _warps_per_row(rows: int, target: Target) -> int:
 
 def _merge(
     params: MergeParams,
-    recv: jax.Array,
-    num_valid_pages: jax.Array,
+    recv: Int32[Array, "*storage"],
+    num_valid_pages: Int32[Array, " T"],
     others: Sequence[Any],
-    output: jax.Array | None,
-    errors: jax.Array | None,
+    output: Int32[Array, "out_rows hpr 16"] | None,
+    errors: Int32[Array, " 1"] | None,
     launch: Launch,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[Int32[Array, "out_rows hpr 16"], Int32[Array, "*storage"], Int32[Array, " 1"] | None]:
     """Launches.
 
     `others` are the tags of tagged rows, or the slot and the counters of arriving ones; the rank

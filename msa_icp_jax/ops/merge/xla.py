@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import jax
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -10,17 +11,22 @@ from msa_icp_jax import rows
 from msa_icp_jax.backend import vary_as
 from msa_icp_jax.geometry import TOPK, Forced
 
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Int32
+
 
 def merge_rows(
-    recv: jax.Array,
-    num_valid_pages: jax.Array,
-    output: jax.Array | None,
-    errors: jax.Array | None,
-    generations: jax.Array | None,
+    recv: Int32[Array, "W hpr C *row"],
+    num_valid_pages: Int32[Array, " T"],
+    output: Int32[Array, "out_rows hpr 16"] | None,
+    errors: Int32[Array, " 1"] | None,
+    generations: Int32[Array, "hpr T"] | None,
     forced: Forced,
     *,
     prefill: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[
+    Int32[Array, "out_rows hpr 16"], Int32[Array, "W hpr C *row"], Int32[Array, " 1"] | None
+]:
     """Merges every source rank's candidates of the owned heads.
 
     Args:
@@ -62,15 +68,19 @@ def merge_rows(
     return output, recv, errors
 
 
-def _by_token(x: jax.Array) -> jax.Array:
+def _by_token(x: Int32[Array, "W hpr T 16"]) -> Int32[Array, "T hpr W*16"]:
     """[W, hpr, T, 16] as [T, hpr, W * 16]: all candidates of a (token, head) in one row."""
     world_size, heads, tokens, _ = x.shape
     return x.transpose(2, 1, 0, 3).reshape(tokens, heads, world_size * TOPK)
 
 
 def _best_ids(
-    words: jax.Array, ids: jax.Array, num_valid_pages: jax.Array, begin: int, end: int
-) -> jax.Array:
+    words: Int32[Array, "T hpr n"],
+    ids: Int32[Array, "T hpr n"],
+    num_valid_pages: Int32[Array, "T 1 1"],
+    begin: int,
+    end: int,
+) -> Int32[Array, "T hpr 16"]:
     """The 16 best distinct ids, ascending, of candidates [..., n]."""
     # Side by side, best score first: a block that several ranks hold counts once.
     ids, _, words = lax.sort((ids, ~rows.order_keys(words), words), num_keys=2)

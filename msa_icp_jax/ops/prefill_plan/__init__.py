@@ -24,6 +24,7 @@ from msa_icp_jax.ops.prefill_plan.namespace import Namespace
 from msa_icp_jax.typing import Backend
 
 if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Int32
     from msa_icp_jax.ops.prefill_plan.balance import PrefillWork
 
 
@@ -46,10 +47,10 @@ class MSAIcpScorePlan:
       work: the Hopper kernels' work list (`balance.PrefillWork`), None for the XLA backend.
     """
 
-    qo_starts: jax.Array
-    qo_lens: jax.Array
-    kv_lens: jax.Array
-    qo_offset: jax.Array
+    qo_starts: Int32[Array, " B"]
+    qo_lens: Int32[Array, " B"]
+    kv_lens: Int32[Array, " B"]
+    qo_offset: Int32[Array, " B"]
     total_q: int = dataclasses.field(metadata={"static": True})
     max_query_len: int = dataclasses.field(metadata={"static": True})
     max_seq_len: int = dataclasses.field(metadata={"static": True})
@@ -64,7 +65,7 @@ class MSAIcpScorePlan:
         """B, zero-length segments included."""
         return self.qo_starts.shape[0]
 
-    def num_valid_pages(self, num_tokens: int | None = None) -> jax.Array:
+    def num_valid_pages(self, num_tokens: int | None = None) -> Int32[Array, " tokens"]:
         """Visible blocks int32 [num_tokens] of every query row, 0 for padding rows.
 
         It is ``position // 128 + 1`` of each row.
@@ -133,11 +134,11 @@ def msa_icp_index_score_sharded_plan(
 
 
 def msa_icp_index_score_sharded_plan_device(
-    qo_segment_lens: jax.Array,
-    kv_segment_lens: jax.Array,
-    qo_segment_offsets: jax.Array,
-    kv_segment_offsets: jax.Array,
-    qo_offset: jax.Array,
+    qo_segment_lens: Int32[Array, " B"],
+    kv_segment_lens: Int32[Array, " B"],
+    qo_segment_offsets: Int32[Array, " B+1"],
+    kv_segment_offsets: Int32[Array, " B+1"],
+    qo_offset: Int32[Array, " B"],
     num_qo_heads: int,
     *,
     total_q: int,
@@ -244,7 +245,7 @@ def msa_icp_index_score_plan_storage(
     checks.device("device", device)
     backend = resolve_backend("auto", device)
 
-    def build(lens: jax.Array) -> MSAIcpScorePlan:
+    def build(lens: Int32[Array, " B"]) -> MSAIcpScorePlan:
         plan = MSAIcpScorePlan(lens, lens, lens, lens, total_q, 0, 0)
         return _with_work(plan, backend)
 
@@ -287,6 +288,6 @@ def _host_lengths(name: str, values: Any, size: int | None = None) -> np.ndarray
     return lengths.astype(np.int32)
 
 
-def prefill_tiles(plan: MSAIcpScorePlan, tokens: int) -> jax.Array:
+def prefill_tiles(plan: MSAIcpScorePlan, tokens: int) -> Int32[Array, " B"]:
     """Running count int32 [B] of the query tiles of `tokens` rows that the segments need."""
     return jnp.cumsum(cdiv(plan.qo_lens, tokens), dtype=jnp.int32)

@@ -14,14 +14,16 @@ the parts of a split tile need no reduction.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from msa_icp_jax.geometry import HEAD_DIM, MAX_INT32, MAX_TOKENS, cdiv
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan
 from msa_icp_jax.ops.prefill_plan.namespace import Namespace
+
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, BFloat16, Float8e4m3fn, IndexFloat, Int32
 
 TILE_TOKENS = 64
 UNIT_POSITIONS = 512
@@ -58,13 +60,13 @@ class PrefillWork(NamedTuple):
       hidden_bfloat16: bfloat16 [128, 128], the same in place of pages of that type.
     """
 
-    ranges: jax.Array
-    tiles: jax.Array
-    tile_of: jax.Array
-    hidden: jax.Array
-    hidden_bfloat16: jax.Array
+    ranges: Int32[Array, "ctas 11"]
+    tiles: Int32[Array, "n 7"]
+    tile_of: Int32[Array, " total_q"]
+    hidden: Float8e4m3fn[Array, "128 128"]
+    hidden_bfloat16: BFloat16[Array, "128 128"]
 
-    def hidden_keys(self, dtype: Any) -> jax.Array:
+    def hidden_keys(self, dtype: Any) -> IndexFloat[Array, "128 128"]:
         """NaN keys of a cache's type."""
         return self.hidden_bfloat16 if dtype == jnp.bfloat16 else self.hidden
 

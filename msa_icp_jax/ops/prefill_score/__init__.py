@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +27,18 @@ from msa_icp_jax.ops.prefill_score import xla
 from msa_icp_jax.ops.select import select_rows
 from msa_icp_jax.typing import Backend, Precision
 
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Float32, IndexFloat, Int32
+
 
 def msa_icp_index_score_sharded(
-    q: jax.Array,
-    k: jax.Array,
-    block_table: jax.Array,
+    q: IndexFloat[Array, "T 4 128"],
+    k: IndexFloat[Array, "pages R 128"],
+    block_table: Int32[Array, "B width"],
     plan: MSAIcpScorePlan,
     *,
-    rank: int | jax.Array,
-    max_score: jax.Array,
+    rank: int | Int32[Array, ""],
+    max_score: Float32[Array, "rows 4 K"],
     sm_scale: float = 1.0,
     initialize: bool = True,
     tp: int = 2,
@@ -44,7 +47,7 @@ def msa_icp_index_score_sharded(
     backend: Backend = "auto",
     precision: Precision = "auto",
     row_offset: int = 0,
-) -> jax.Array:
+) -> Float32[Array, "rows 4 K"]:
     """Scores every query token of a window against this rank's share of its segment's keys.
 
     ``score[t, h, c]`` is the maximum of ``q[t, h] . k[row]`` (float32) over the rank's rows of page
@@ -97,14 +100,14 @@ def msa_icp_index_score_sharded(
 
 
 def msa_icp_prefill_score_select(
-    q: jax.Array,
-    k: jax.Array,
-    block_table: jax.Array,
+    q: IndexFloat[Array, "T 4 128"],
+    k: IndexFloat[Array, "pages R 128"],
+    block_table: Int32[Array, "B width"],
     plan: MSAIcpScorePlan,
-    num_valid_pages: jax.Array,
-    carrier: jax.Array,
+    num_valid_pages: Int32[Array, " T"],
+    carrier: Int32[Array, "4 carrier_rows 33"],
     *,
-    rank: int | jax.Array,
+    rank: int | Int32[Array, ""],
     tp: int = 2,
     compact: bool = False,
     force_begin_blocks: int = 0,
@@ -113,7 +116,7 @@ def msa_icp_prefill_score_select(
     backend: Backend = "auto",
     precision: Precision = "auto",
     row_offset: int = 0,
-) -> jax.Array:
+) -> Int32[Array, "4 carrier_rows 33"]:
     """Scores and selects, without a score plane of the caller's.
 
     The rows are those of `msa_icp_index_score_sharded` followed by `msa_icp_topk_select_prefill`,
@@ -156,20 +159,20 @@ def msa_icp_prefill_score_select(
 
 
 def score_and_select(
-    q: jax.Array,
+    q: IndexFloat[Array, "T 4 128"],
     shard: Shard,
-    block_table: jax.Array,
+    block_table: Int32[Array, "B width"],
     plan: MSAIcpScorePlan,
-    num_valid_pages: jax.Array,
-    carrier: jax.Array,
-    max_score: jax.Array | None,
+    num_valid_pages: Int32[Array, " T"],
+    carrier: Int32[Array, "4 carrier_rows 33"],
+    max_score: Float32[Array, "rows 4 K"] | None,
     forced: Forced,
     *,
     columns: int,
     enable_pdl: bool,
     backend: Backend,
     precision: Precision,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Int32[Array, "4 carrier_rows 33"], Float32[Array, "rows 4 K"] | None]:
     """`msa_icp_prefill_score_select` on a plane that the selection alone reads.
 
     Scores that are not candidates, or that the selection cannot choose, need not be in the plane.
@@ -250,9 +253,9 @@ class _Stage(NamedTuple):
       prefill_rows: candidate rows without a plane, None where there is no such way.
     """
 
-    prefill_scores: Callable[..., jax.Array]
-    candidate_scores: Callable[..., jax.Array]
-    prefill_rows: Callable[..., jax.Array] | None
+    prefill_scores: Callable[..., Array]
+    candidate_scores: Callable[..., Array]
+    prefill_rows: Callable[..., Array] | None
 
 
 def _stage(
@@ -277,17 +280,17 @@ def _stage(
 
 
 def _all_scores(
-    q: jax.Array,
+    q: IndexFloat[Array, "T 4 128"],
     shard: Shard,
-    block_table: jax.Array,
+    block_table: Int32[Array, "B width"],
     plan: MSAIcpScorePlan,
-    max_score: jax.Array,
-    num_valid_pages: jax.Array,
+    max_score: Float32[Array, "rows 4 K"],
+    num_valid_pages: Int32[Array, " T"],
     forced: Forced,
-) -> jax.Array:
+) -> Float32[Array, "rows 4 K"]:
     """XLA's scores for a selection: all of them."""
     del num_valid_pages, forced
-    found: jax.Array = xla.prefill_scores(
+    found: Array = xla.prefill_scores(
         q, shard, block_table, plan, max_score, sm_scale=1.0, initialize=True
     )
     return found
@@ -318,7 +321,7 @@ def _check_inputs(
     return shard
 
 
-def _clear(max_score: jax.Array, tokens: int) -> jax.Array:
+def _clear(max_score: Float32[Array, "rows 4 K"], tokens: int) -> Float32[Array, "rows 4 K"]:
     """-inf in the rows of a window that has no segment."""
     clear = jnp.full((tokens, *max_score.shape[1:]), -jnp.inf, jnp.float32)
     return lax.dynamic_update_slice(max_score, clear, (0, 0, 0))

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,20 +51,23 @@ from msa_icp_jax.ops.prefill_score.pieces import MACHINE, Pieces
 from msa_icp_jax.ops.prefill_score.plane import Plane, Rows, stage_pitch
 from msa_icp_jax.ops.prefill_score.wgmma import KEYS, ROWS, rows_layout
 
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Float32, IndexFloat, Int32
+
 _TILE_ROWS = TILE_TOKENS * NUM_HEADS
 
 
 def prefill_scores(
-    q: jax.Array,
+    q: IndexFloat[Array, "T 4 128"],
     shard: Shard,
-    block_table: jax.Array,
+    block_table: Int32[Array, "B width"],
     plan: MSAIcpScorePlan,
-    max_score: jax.Array,
+    max_score: Float32[Array, "rows 4 K"],
     launch: Launch,
     *,
     sm_scale: float,
     initialize: bool,
-) -> jax.Array:
+) -> Float32[Array, "rows 4 K"]:
     """Scores of a window, written into `max_score` (in place where that is donated).
 
     Args:
@@ -86,15 +89,15 @@ def prefill_scores(
 
 
 def candidate_scores(
-    q: jax.Array,
+    q: IndexFloat[Array, "T 4 128"],
     shard: Shard,
-    block_table: jax.Array,
+    block_table: Int32[Array, "B width"],
     plan: MSAIcpScorePlan,
-    max_score: jax.Array | jax.ShapeDtypeStruct,
-    num_valid_pages: jax.Array,
+    max_score: Float32[Array, "rows 4 K"] | jax.ShapeDtypeStruct,
+    num_valid_pages: Int32[Array, " T"],
     forced: Forced,
     launch: Launch,
-) -> jax.Array:
+) -> Float32[Array, "rows 4 K"]:
     """Scores of a window for a selection that alone reads them.
 
     Columns that are candidates by `num_valid_pages` are all written, so that the selection never
@@ -124,12 +127,12 @@ def candidate_scores(
 
 def _score(
     inputs: tuple[jax.Array, Shard, jax.Array, MSAIcpScorePlan, jax.Array],
-    max_score: jax.Array | jax.ShapeDtypeStruct,
+    max_score: Float32[Array, "rows 4 K"] | jax.ShapeDtypeStruct,
     steps: _Steps,
     plane: Plane,
     config: Config,
     launch: Launch,
-) -> jax.Array:
+) -> Float32[Array, "rows 4 K"]:
     """Launches the kernel on (q, shard, block_table, plan, counts)."""
     q, shard, block_table, plan, counts = inputs
     work = _work_of(plan)
@@ -194,12 +197,16 @@ class _Steps:
         return KEYS * self.world_size
 
 
-def _steps_of(shard: Shard, q: jax.Array, max_score: jax.Array | jax.ShapeDtypeStruct) -> _Steps:
+def _steps_of(
+    shard: Shard,
+    q: IndexFloat[Array, "T 4 128"],
+    max_score: Float32[Array, "rows 4 K"] | jax.ShapeDtypeStruct,
+) -> _Steps:
     layout = shard.world_size, shard.page_size, shard.row_offset
     return _Steps(*layout, q.shape[0], max_score.shape[2])
 
 
-def _rank_scalars(shard: Shard) -> jax.Array:
+def _rank_scalars(shard: Shard) -> Int32[Array, " 2"]:
     """int32 [2]: the rank and the block of its column 0, operands so that ranks share a kernel."""
     rank = jnp.asarray(shard.rank, jnp.int32)
     offset = column_offset(rank, shard.world_size, shard.page_size)

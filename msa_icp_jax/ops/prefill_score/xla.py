@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +18,24 @@ from msa_icp_jax.ops._portable import RunningTop16, Tuning
 from msa_icp_jax.ops.arguments import Shard
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan, prefill_tiles
 
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Bool, Float32, IndexFloat, Int32
+
 
 # Jitted for eager callers, whose loops would otherwise compile anew in each call.
 @functools.partial(jax.jit, static_argnames=("sm_scale", "initialize"))
 @_portable.tuned
 def prefill_scores(
-    q: jax.Array,
+    q: IndexFloat[Array, "T 4 128"],
     shard: Shard,
-    block_table: jax.Array,
+    block_table: Int32[Array, "B width"],
     plan: MSAIcpScorePlan,
-    max_score: jax.Array,
+    max_score: Float32[Array, "rows 4 K"],
     *,
     sm_scale: float,
     initialize: bool,
     tuning: Tuning,
-) -> jax.Array:
+) -> Float32[Array, "rows 4 K"]:
     """Writes every token's causal columns (all of them when `initialize`)."""
     columns = max_score.shape[2]
     tile_tokens = min(tuning.tile_tokens, q.shape[0])
@@ -67,17 +70,17 @@ def prefill_scores(
 @functools.partial(jax.jit, static_argnames=("forced", "columns"))
 @_portable.tuned
 def prefill_rows(
-    q: jax.Array,
+    q: IndexFloat[Array, "T 4 128"],
     shard: Shard,
-    block_table: jax.Array,
+    block_table: Int32[Array, "B width"],
     plan: MSAIcpScorePlan,
-    num_valid_pages: jax.Array,
-    carrier: jax.Array,
+    num_valid_pages: Int32[Array, " T"],
+    carrier: Int32[Array, "4 carrier_rows 33"],
     forced: Forced,
     *,
     columns: int,
     tuning: Tuning,
-) -> jax.Array:
+) -> Int32[Array, "4 carrier_rows 33"]:
     """Writes candidate rows into the carrier without a score plane: a running Top16.
 
     Candidates are among the first `columns` columns.
@@ -89,7 +92,7 @@ def prefill_rows(
     no_candidate = vary_as(rows.empty_rows(NUM_HEADS, q.shape[0]), carrier)
     carrier = lax.dynamic_update_slice(carrier, no_candidate, (0, 0, 0))
 
-    def one_tile(tile: _Tile, carrier: jax.Array) -> jax.Array:
+    def one_tile(tile: _Tile, carrier: Int32[Array, "4 carrier_rows 33"]) -> jax.Array:
         counts = lax.dynamic_slice(num_valid_pages, (tile.start,), tile.live.shape)
         per_head = jnp.broadcast_to(counts[:, None], (counts.shape[0], NUM_HEADS))
 
@@ -119,7 +122,7 @@ def prefill_rows(
 
 
 def _varying(
-    shard: Shard, block_table: jax.Array, plan: MSAIcpScorePlan
+    shard: Shard, block_table: Int32[Array, "B width"], plan: MSAIcpScorePlan
 ) -> tuple[int | jax.Array, ...]:
     """What decides over which mesh axes results vary, beside the queries."""
     return shard.index_k, shard.rank, block_table, plan.qo_lens
@@ -128,20 +131,20 @@ def _varying(
 class _Tile(NamedTuple):
     """A run of query rows of one segment; rows of the slice outside the segment are not live."""
 
-    segment: jax.Array
-    start: jax.Array
-    live: jax.Array
-    positions: jax.Array
-    kv_len: jax.Array
+    segment: Int32[Array, ""]
+    start: Int32[Array, ""]
+    live: Bool[Array, " tile"]
+    positions: Int32[Array, " tile"]
+    kv_len: Int32[Array, ""]
 
     def scores(
         self,
-        q: jax.Array,
+        q: IndexFloat[Array, "T 4 128"],
         shard: Shard,
-        block_table: jax.Array,
-        columns: jax.Array,
+        block_table: Int32[Array, "B width"],
+        columns: Int32[Array, " columns"],
         tuning: Tuning,
-    ) -> jax.Array:
+    ) -> Float32[Array, "tile 4 columns"]:
         """Raw scores float32 [tile, 4, columns] of some columns."""
         query = lax.dynamic_slice(q, start_at(self.start, 0, 0), (self.live.shape[0], *q.shape[1:]))
         table = lax.dynamic_slice(block_table, start_at(self.segment, 0), (1, block_table.shape[1]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from msa_icp_jax.geometry import MAX_BLOCKS, MAX_INT32, MAX_SELECT_COLUMNS, NUM_
 from msa_icp_jax.ops.arguments import Candidates
 from msa_icp_jax.ops.select import xla
 from msa_icp_jax.typing import Backend
+
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Float32, Int32
 
 
 class MSAIcpRows(NamedTuple):
@@ -31,18 +34,18 @@ class MSAIcpRows(NamedTuple):
 
 
 def msa_icp_topk_select_publish(
-    scores: jax.Array,
-    num_valid_pages: jax.Array,
+    scores: Float32[Array, "rows 4 K"],
+    num_valid_pages: Int32[Array, " T"],
     *,
-    rank: int | jax.Array,
+    rank: int | Int32[Array, ""],
     world_size: int,
     heads_per_rank: int,
     force_begin_blocks: int,
     force_end_blocks: int,
     index_scale: int = 1,
-    index_offset: int | jax.Array = 0,
-    generations: jax.Array | None = None,
-    slot: int | jax.Array = 0,
+    index_offset: int | Int32[Array, ""] = 0,
+    generations: Int32[Array, "3 4 C"] | None = None,
+    slot: int | Int32[Array, ""] = 0,
     enable_pdl: bool = False,
     backend: Backend = "auto",
 ) -> MSAIcpRows:
@@ -91,16 +94,16 @@ def msa_icp_topk_select_publish(
 
 
 def msa_icp_topk_select_prefill(
-    scores: jax.Array,
-    num_valid_pages: jax.Array,
-    carrier: jax.Array,
+    scores: Float32[Array, "rows 4 K"],
+    num_valid_pages: Int32[Array, " T"],
+    carrier: Int32[Array, "4 carrier_rows 33"],
     *,
     force_begin_blocks: int = 0,
     force_end_blocks: int = 0,
     index_scale: int = 1,
-    index_offset: int | jax.Array = 0,
+    index_offset: int | Int32[Array, ""] = 0,
     backend: Backend = "auto",
-) -> jax.Array:
+) -> Int32[Array, "4 carrier_rows 33"]:
     """Selects every (token, head)'s best 16 local blocks into the prefill carrier.
 
     The order is that of `msa_icp_topk_select_publish`.
@@ -136,11 +139,11 @@ def msa_icp_topk_select_prefill(
 
 
 def select_by_owner(
-    scores: jax.Array,
-    num_valid_pages: jax.Array,
+    scores: Float32[Array, "rows 4 K"],
+    num_valid_pages: Int32[Array, " T"],
     candidates: Candidates,
-    generations: jax.Array | None,
-    slot: int | jax.Array,
+    generations: Int32[Array, "3 4 C"] | None,
+    slot: int | Int32[Array, ""],
     world_size: int,
     *,
     enable_pdl: bool,
@@ -160,15 +163,15 @@ def select_by_owner(
 
 
 def select_rows(
-    scores: jax.Array,
-    num_valid_pages: jax.Array,
-    carrier: jax.Array | None,
-    tags: jax.Array | None,
+    scores: Float32[Array, "rows 4 K"],
+    num_valid_pages: Int32[Array, " T"],
+    carrier: Int32[Array, "4 carrier_rows 33"] | None,
+    tags: Int32[Array, "4 T"] | None,
     candidates: Candidates,
     *,
     enable_pdl: bool,
     backend: Backend,
-) -> jax.Array:
+) -> Int32[Array, "4 carrier_rows *row"]:
     """The best 16 candidates of every (token, head), head-major; arguments are taken as checked.
 
     Args:
@@ -193,8 +196,8 @@ def select_rows(
 
 
 def bump_generations(
-    generations: jax.Array | None, slot: int | jax.Array, tokens: int
-) -> tuple[jax.Array | None, jax.Array | None]:
+    generations: Int32[Array, "3 4 C"] | None, slot: int | Int32[Array, ""], tokens: int
+) -> tuple[Int32[Array, "4 T"] | None, Int32[Array, "3 4 C"] | None]:
     """The tags of this call's rows [heads, tokens] and the counters with those advanced.
 
     Args:
@@ -210,7 +213,7 @@ def bump_generations(
     return tags[0], lax.dynamic_update_slice(generations, tags, start)
 
 
-def check_generations(generations: Any, slot: int | jax.Array, tokens: int) -> Any:
+def check_generations(generations: Any, slot: int | Int32[Array, ""], tokens: int) -> Any:
     """The slot mod 3; raises unless it and the publish counters (or None) are as they must be."""
     slot = check_slot(slot)
     if generations is not None:
@@ -218,17 +221,17 @@ def check_generations(generations: Any, slot: int | jax.Array, tokens: int) -> A
     return slot
 
 
-def check_slot(slot: int | jax.Array) -> Any:
+def check_slot(slot: int | Int32[Array, ""]) -> Any:
     """The slot mod 3; raises unless `slot` is a non-negative int or a traced int32 scalar."""
     return checks.index("slot", slot, MAX_INT32 + 1) % NUM_SLOTS
 
 
-def by_owner(head_rows: jax.Array, world_size: int) -> jax.Array:
+def by_owner(head_rows: Int32[Array, "4 T *row"], world_size: int) -> Int32[Array, "W hpr T *row"]:
     """[4, T, ...] head-major rows as [W, hpr, T, ...]: head h belongs to rank h // hpr."""
     return head_rows.reshape(world_size, NUM_HEADS // world_size, *head_rows.shape[1:])
 
 
-def _no_rows(tags: jax.Array | None) -> jax.Array:
+def _no_rows(tags: Int32[Array, "4 T"] | None) -> Int32[Array, "4 0 *row"]:
     """The rows of no token at all."""
     found = candidate_rows.empty_rows(NUM_HEADS, 0)
     return found if tags is None else candidate_rows.tag(found, tags)

@@ -31,7 +31,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,9 @@ from msa_icp_jax.ops.select.long_rows import (
     find_bounds,
 )
 from msa_icp_jax.rows import READY, ROW_WORDS, TAGGED_WORDS
+
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Float32, Int32
 
 _WARP = 32
 
@@ -125,13 +128,13 @@ class Select:
 
 
 def select_rows(
-    scores: jax.Array,
-    num_valid_pages: jax.Array,
-    rows: jax.Array | None,
-    generations: jax.Array | None,
+    scores: Float32[Array, "rows 4 K"],
+    num_valid_pages: Int32[Array, " T"],
+    rows: Int32[Array, "4 carrier_rows 33"] | None,
+    generations: Int32[Array, "4 T"] | None,
     candidates: Candidates,
     launch: Launch,
-) -> jax.Array:
+) -> Int32[Array, "4 carrier_rows *row"]:
     """The best 16 candidates of every (token, head) as rows, head-major.
 
     Args:
@@ -169,13 +172,13 @@ def select_rows(
 
 
 def select_and_publish_rows(
-    scores: jax.Array,
-    num_valid_pages: jax.Array,
+    scores: Float32[Array, "rows 4 K"],
+    num_valid_pages: Int32[Array, " T"],
     peers: Peers,
-    counters: jax.Array,
+    counters: Int32[Array, "*counters"],
     candidates: Candidates,
     launch: Launch,
-) -> jax.Array:
+) -> Int32[Array, "*counters"]:
     """`select_rows` whose rows go straight into every owner's receive storage.
 
     Args:

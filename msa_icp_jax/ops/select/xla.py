@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,18 +12,21 @@ from msa_icp_jax import rows as candidate_rows
 from msa_icp_jax.backend import vary_as
 from msa_icp_jax.ops.arguments import Candidates
 
+if TYPE_CHECKING:
+    from msa_icp_jax.arrays import Array, Float32, Int32
+
 _TOKENS_AT_ONCE = 512  # bounds the order keys held in memory
 
 
 # Jitted for eager callers, whose loop would otherwise compile anew in each call.
 @jax.jit
 def select_rows(
-    scores: jax.Array,
-    num_valid_pages: jax.Array,
-    rows: jax.Array | None,
-    generations: jax.Array | None,
+    scores: Float32[Array, "rows 4 K"],
+    num_valid_pages: Int32[Array, " T"],
+    rows: Int32[Array, "4 carrier_rows 33"] | None,
+    generations: Int32[Array, "4 T"] | None,
     candidates: Candidates,
-) -> jax.Array:
+) -> Int32[Array, "4 carrier_rows *row"]:
     """The best 16 candidates of every (token, head) as rows, head-major.
 
     Args:
