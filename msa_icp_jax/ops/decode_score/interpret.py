@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS
 from msa_icp_jax.ops._mosaic.launch import CTA
-from msa_icp_jax.ops.decode_score.config import CONFIG
+from msa_icp_jax.ops.decode_score import config
 from msa_icp_jax.ops.decode_score.kernel import Parts
 from msa_icp_jax.ops.decode_score.mma import Scorer, Step
 from msa_icp_jax.ops.decode_score.page_ring import KEPT_IDS, SEGMENT_PAGES, PageRing
@@ -50,7 +50,7 @@ def part_of(total: Any, cta: Any, grid: Grid) -> tuple[Any, Any]:
 
     if not grid.late:
         return equal(total, grid.ctas, cta)
-    early = total - jnp.where(total >= grid.late_from, total >> CONFIG.late_shift, 0)
+    early = total - jnp.where(total >= grid.late_from, total >> config.CONFIG.late_shift, 0)
     start, steps = equal(early, grid.resident, cta)
     late_start, late_steps = equal(total - early, grid.late, cta - grid.resident)
     first_ones = cta < grid.resident

@@ -43,7 +43,7 @@ from msa_icp_jax.ops._mosaic.launch import (
     written,
 )
 from msa_icp_jax.ops.arguments import Shard
-from msa_icp_jax.ops.decode_score.config import CONFIG
+from msa_icp_jax.ops.decode_score import config
 from msa_icp_jax.ops.decode_score.mma import Scorer, Step
 from msa_icp_jax.ops.decode_score.page_ring import SEGMENT_STEPS, PageRing
 from msa_icp_jax.ops.decode_score.work_balance import (
@@ -86,7 +86,7 @@ def decode_scores(
     pages, pitch, _ = shard.index_k.shape
     dtype = shard.index_k.dtype
     layout = pages, pitch, shard.row_offset, shard.rows, dtype
-    stages = CONFIG.stages_of(shard.rows * HEAD_DIM * dtype.itemsize)
+    stages = config.CONFIG.stages_of(shard.rows * HEAD_DIM * dtype.itemsize)
     sizes = requests, shard.page_size, score_out.shape[2]
     parts = MACHINE
     if target.interpret:
@@ -121,7 +121,7 @@ def _grid(batch: Batch, used: int, target: Target) -> Grid:
     """CTAs of `used` bytes that fill the GPU, and as many late ones where much can be to do."""
     most = batch.requests * cdiv(batch.columns, STEP_PAGES)
     resident = min(target.sms * ctas_per_sm(used), most)
-    return Grid(resident, resident if most >= CONFIG.late_from * resident else 0)
+    return Grid(resident, resident if most >= config.CONFIG.late_from * resident else 0)
 
 
 def _shared_bytes(scratch: dict[str, Any]) -> int:
@@ -153,7 +153,7 @@ def _select_fits(batch: Batch, grid: Grid, used: int, tokens: int, target: Targe
     comes in as these CTAs end. Otherwise, or with late CTAs still to come, that holds these up. The
     select of a few tokens is ready in time anyway.
     """
-    if grid.late or batch.columns > CONFIG.early_columns:
+    if grid.late or batch.columns > config.CONFIG.early_columns:
         return False
     if not target.sms // 4 <= tokens <= target.sms:
         return False
@@ -312,8 +312,8 @@ def _start_dependent(
         values = ring.batch.read_lengths(lengths)
         work = ring.batch.find_work(values, grid)
         ids = ring.read_ids(table, work)
-        is_long = work.steps >= CONFIG.many_steps
-        ahead = jnp.where(is_long, CONFIG.prefetched_of_many, CONFIG.prefetched)
+        is_long = work.steps >= config.CONFIG.many_steps
+        ahead = jnp.where(is_long, config.CONFIG.prefetched_of_many, config.CONFIG.prefetched)
         ring.prefetch(keys, query, ids, work, scorer.query_rows, ahead)
         return work
 

@@ -25,7 +25,7 @@ from msa_icp_jax.geometry import round_up
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, where
 from msa_icp_jax.ops._mosaic.launch import CTA
-from msa_icp_jax.ops.decode_score.config import CONFIG
+from msa_icp_jax.ops.decode_score import config
 
 STEP_PAGES = 4
 WARP = 32
@@ -98,7 +98,7 @@ class Grid:
     @property
     def late_from(self) -> int:
         """Steps of a batch from which on the late CTAs get some."""
-        return CONFIG.late_from * self.resident
+        return config.CONFIG.late_from * self.resident
 
 
 class Work(NamedTuple):
@@ -205,7 +205,7 @@ def _part(total: Lane, cta: Lane, grid: Grid) -> tuple[Lane, Lane]:
 
     if not grid.late:
         return equal(total, grid.ctas, cta)
-    early = total - where(total >= grid.late_from, total >> CONFIG.late_shift, 0)
+    early = total - where(total >= grid.late_from, total >> config.CONFIG.late_shift, 0)
     start, steps = equal(early, grid.resident, cta)
     late_start, late_steps = equal(total - early, grid.late, cta - grid.resident)
     first_ones = cta < grid.resident

@@ -1,4 +1,4 @@
-"""Tuning of the merge."""
+"""Tuning of the merge; `python -m benchmarks.tune merge` times other values."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ from msa_icp_jax.ops._mosaic.launch import (
 )
 from msa_icp_jax.ops._mosaic.peer_rows import Peers
 from msa_icp_jax.ops._mosaic.top16 import count_better, flip_sign, order_key_of_word
-from msa_icp_jax.ops.merge.config import CONFIG
+from msa_icp_jax.ops.merge import config
 from msa_icp_jax.rows import FORCED_KEY, INVALID_KEY, NO_BLOCK, READY, ROW_WORDS, TAGGED_WORDS
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ def merge_rows_at_address(
 
 def _warps_per_row(rows: int, target: Target) -> int:
     """Warps that share a (token, head)."""
-    return 1 if rows >= target.sms * CONFIG.warp_rows_per_sm else _WARPS
+    return 1 if rows >= target.sms * config.CONFIG.warp_rows_per_sm else _WARPS
 
 
 def _merge(
