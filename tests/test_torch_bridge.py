@@ -188,6 +188,96 @@ def test_a_tensor_that_moves_is_imported_again(bridge, change):
     assert (np.asarray(new) == 2).all()
 
 
+# ---- what programs write ----
+
+
+@pytest.fixture
+def donating(bridge):
+    """As on a GPU, where a program's result lies in the import that it was given."""
+    bridge.donates = True
+    return bridge
+
+
+def test_a_result_is_the_next_import(donating):
+    tensor = page(1)
+    shared = donating.shared("output", tensor)
+    assert donating.shared("output", tensor) is shared
+    first = shared.lend()
+    assert first.unsafe_buffer_pointer() == tensor.data_ptr()
+    result = donating.fresh(tensor)[0]
+    donating.settle([(shared, result)])
+    assert shared.get() is result
+    assert shared.lend() is result
+    assert shared.lend() is not result, "a program has it"
+
+
+def test_a_call_that_failed_leaves_nothing_lent(donating):
+    """The next one imports the tensor again."""
+    tensor = page(1)
+    shared = donating.shared("output", tensor)
+    shared.lend().delete()
+    assert (np.asarray(shared.get()) == 1).all()
+
+
+def test_a_result_elsewhere_is_no_result(donating):
+    shared = donating.shared("output", page_of := page(1))
+    with pytest.raises(RuntimeError, match=r"^JAX did not write output in place"):
+        donating.settle([(shared, donating.fresh(page(2))[0])])
+    assert (page_of == 1).all()
+
+
+def test_without_donation_results_are_copied_back(bridge):
+    tensor = page(1)
+    shared = bridge.shared("output", tensor)
+    with torch.inference_mode():
+        inference = page(1)
+    other = bridge.shared("output", inference)
+    bridge.settle([(shared, shared.lend() + 2), (other, other.lend() + 3)])
+    assert (tensor == 3).all()
+    assert (inference == 4).all()
+    assert shared.get() is shared.lend()
+
+
+@pytest.mark.parametrize("donates", [False, True])
+def test_what_lies_where_jax_does_not_take_it_is_copied_both_ways(bridge, donates):
+    bridge.donates = donates
+    memory = torch.zeros(65, dtype=torch.int32)
+    tensor = memory[1:]
+    shared = bridge.shared("comm.recv", tensor)
+    array = shared.lend()
+    tensor.fill_(5)
+    assert (np.asarray(array) == 0).all()
+    assert (np.asarray(shared.get()) == 5).all()
+    bridge.settle([(shared, array + 7)])
+    assert (tensor == 7).all()
+
+
+def test_a_view_is_shared_as_long_as_its_owner_lives(donating):
+    """A result keeps the memory until then, and no longer."""
+    owner = page(1)
+    storage = weakref.ref(owner.untyped_storage())
+    shared = donating.shared("scores", owner, lambda x: x.detach()[:64], 64)
+    assert shared.get().shape == (64,)
+    assert donating.shared("scores", owner, lambda x: x.detach()[:64], 64) is shared
+    other = donating.shared("scores", owner, lambda x: x.detach()[:32], 32)
+    assert other.get().shape == (32,)
+    assert shared.get().shape == (64,), "a call that has it goes on with it"
+    del owner
+    gc.collect()
+    assert storage() is None
+    assert shared.tensor is None
+    assert not donating._kept
+
+
+def test_a_shared_tensor_that_moved_is_another(donating):
+    tensor = page(1)
+    old = donating.shared("output", tensor)
+    tensor.set_(page(2))
+    new = donating.shared("output", tensor)
+    assert new is not old
+    assert (np.asarray(new.get()) == 2).all()
+
+
 def test_touching_spans_do_not_overlap():
     memory = torch.zeros(8, dtype=torch.int32)
     check_apart({"a": memory[:4], "b": memory[4:4]}, {"c": memory[4:], "d": memory[2:2]})

@@ -29,7 +29,7 @@ from msa_icp_jax.geometry import MAX_INT32, MAX_TOKENS  # noqa: E402
 from msa_icp_jax.ops._mosaic import aot as launching  # noqa: E402
 from msa_icp_jax.ops._mosaic import launch  # noqa: E402
 from msa_icp_jax.ops.prefill_plan import balance  # noqa: E402
-from msa_icp_torch import direct, exchange, kernels, routes, window  # noqa: E402
+from msa_icp_torch import direct, exchange, kernels, remembered, routes, window  # noqa: E402
 from msa_icp_torch.direct import DirectRoute  # noqa: E402
 from msa_icp_torch.plan import MSAIcpIndexerPlan  # noqa: E402
 from msa_icp_torch.remembered import RememberedCalls  # noqa: E402
@@ -49,7 +49,9 @@ class HostStream:
         return torch.inference_mode(False)
 
     def launch(self, launches: Any) -> None:
-        launching.launch(launches, 7)
+        for step in launches:
+            assert step.address == (step.kernel and ctypes.addressof(step.arguments))
+        launching.launch([step._replace(address=step.arguments) for step in launches], 7)
 
     def make_context_current(self) -> None:
         self.contexts += 1
@@ -444,12 +446,44 @@ def comm() -> Any:
     return torch_inputs.MSAIcpComm.zeros(2, 4, CPU)
 
 
-def test_remembered_calls_are_bounded(comm):
+@dataclasses.dataclass
+class Places:
+    """What a call's tensors are bound to: the places of those that were exchanged."""
+
+    exchangeable: bool = True
+    found: tuple[int, ...] = ()
+
+    def moved(self, changed: Any) -> Any:
+        return Places(True, (*changed,)) if self.exchangeable else None
+
+
+@pytest.fixture(params=["guarded", "public"])
+def look(request, monkeypatch) -> str:
+    """With torch's guards, and without them."""
+    if request.param == "public":
+        monkeypatch.setattr(remembered, "_look_for", remembered._public_look_for)
+    else:
+        assert remembered._look_for is remembered._guarded_look_for
+    return request.param
+
+
+def raising(*_: Any) -> Any:
+    raise TypeError
+
+
+@pytest.mark.parametrize("guards", [raising, lambda *_: lambda *_: True, lambda *_: raising])
+def test_guards_that_do_otherwise_are_not_trusted(monkeypatch, guards):
+    assert remembered._find_look() is remembered._guarded_look_for
+    monkeypatch.setattr(remembered, "_guarded_look_for", guards)
+    assert remembered._find_look() is remembered._public_look_for
+
+
+def test_remembered_calls_are_bounded(comm, look):
     calls = RememberedCalls(3)
     kept = [torch.zeros(1) for _ in range(10)]
     for tensor in kept:
-        calls.remember((kept[0], tensor, None, comm), (2,), [], False)
-        assert len(calls._calls) <= 3
+        calls.remember((kept[0], tensor, None, comm), (2,), Places())
+        assert sum(map(len, calls._calls.values())) <= 3
     owners = (kept[0], kept[-1], None, comm)
     assert calls.find(owners, (2,)) is not None
     assert calls.find(owners, (1,)) is None
@@ -459,12 +493,12 @@ def test_remembered_calls_are_bounded(comm):
 
 @pytest.mark.parametrize("change", ["resize_", "set_", "data", "smaller"])
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_tensor_that_changed_is_not_found(comm, change, place):
+def test_a_tensor_that_changed_is_not_found(comm, look, change, place):
     """Index keys never, other tensors not where a launch has more of them than the address."""
     calls = RememberedCalls(3)
     tensor, other = torch.zeros(64), torch.zeros(64)
     owners = (tensor, other, None, comm) if place == 0 else (other, tensor, None, comm)
-    calls.remember(owners, (), [], place == 1)
+    calls.remember(owners, (), Places(exchangeable=place == 1))
     assert calls.find(owners, ()) is not None
     if change == "resize_":
         tensor.resize_(1 << 16)
@@ -477,17 +511,92 @@ def test_a_tensor_that_changed_is_not_found(comm, change, place):
     assert calls.find(owners, ()) is None
 
 
-def test_a_reused_id_is_not_the_old_tensor(comm):
-    """Freed tensors' ids and addresses come back; a call must not."""
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.float(),
+        lambda x: x[:-1].clone(),
+        lambda x: x.clone().t(),
+        lambda x: x.to_sparse(),
+        lambda x: torch.view_as_complex(torch.zeros(4, 4, 2)).conj().imag,
+        lambda x: x.float().requires_grad_(),
+        lambda x: x.numpy(),
+        lambda x: torch.zeros(17, dtype=torch.int32)[1:].view(4, 4),
+        lambda x: None,
+    ],
+)
+def test_a_tensor_of_another_form_is_not_found(comm, look, change):
+    calls = RememberedCalls(3)
+    made = [torch.zeros(4, 4, dtype=torch.int32) for _ in range(3)]
+    calls.remember((*made, None, comm), (), Places())
+    assert calls.find((*made[:2], made[2].clone(), None, comm), ()).found == (2,)
+    assert calls.find((*made[:2], change(made[2]), None, comm), ()) is None
+
+
+def test_calls_are_found_in_every_mode_of_torch(comm, look):
+    calls = RememberedCalls(3)
+    owners = (*(torch.zeros(4) for _ in range(3)), None, comm)
+    for _ in range(2):
+        with torch.inference_mode():
+            calls.remember(owners, (), Places())
+            assert calls.find(owners, ()) is not None
+        with torch.no_grad():
+            assert calls.find(owners, ()) is not None
+        assert calls.find(owners, ()) is not None
+    with torch.inference_mode():
+        fresh = torch.ones(4)
+    assert calls.find((fresh, *owners[1:]), ()).found == (0,)
+
+
+def test_calls_of_many_forms_are_all_remembered(comm, look):
+    """And the last one is found first."""
+    calls = RememberedCalls(9)
+    keys = torch.zeros(64)
+    made = [(torch.zeros(size), keys, None, comm) for size in range(1, 6)]
+    for owners in made:
+        calls.remember(owners, (), Places(True, owners[0].shape))
+    for owners in (*made, *made):
+        assert calls.find(owners, ()).found == owners[0].shape
+        ((call, *others),) = calls._calls.values()
+        assert call.bound.found == owners[0].shape
+        assert len(others) == 4
+
+
+@pytest.mark.parametrize("by_object", [False, True])
+def test_a_reused_id_is_not_the_old_tensor(comm, look, by_object):
+    """Freed tensors' ids and addresses come back: as another place, or another object."""
+    calls, ids, reused = RememberedCalls(1 << 20, by_object=by_object), set(), 0
+    first, keys = torch.zeros(64), torch.zeros(64)
+    calls.remember((first, keys, None, comm), (), Places())
+    for i in range(300):
+        if i % 2:
+            wrong = torch.full((64,), i, dtype=torch.int32)
+            assert calls.find((wrong, keys, None, comm), ()) is None
+            del wrong
+        tensor = torch.full((64,), float(i))
+        reused += (id(tensor), tensor.data_ptr()) in ids
+        ids.add((id(tensor), tensor.data_ptr()))
+        ((call,),) = calls._calls.values()
+        same = tensor.data_ptr() == call.place[0] and not by_object
+        found = calls.find((tensor, keys, None, comm), ())
+        assert found is call.bound if same else found.found == (0,)
+        del tensor
+    assert reused > 10, "no object came back: the test shows nothing"
+    del keys
+    gc.collect()
+    assert not calls._calls
+
+
+def test_index_keys_with_a_reused_id_are_not_the_old_ones(comm, look):
     calls, ids, reused = RememberedCalls(1 << 20), set(), 0
     other = torch.zeros(64)
     for i in range(300):
         tensor = torch.full((64,), i)
         reused += (id(tensor), tensor.data_ptr()) in ids
         ids.add((id(tensor), tensor.data_ptr()))
-        owners = (other, tensor, comm)
+        owners = (other, tensor, None, comm)
         assert calls.find(owners, ()) is None
-        calls.remember(owners, (), [], True)
+        calls.remember(owners, (), Places())
         assert calls.find(owners, ()) is not None
         del tensor, owners
     assert reused > 10, "no object came back: the test shows nothing"

@@ -3,7 +3,8 @@
 Order on a GPU. The imports that one `Bridge.fresh` makes wait for everything that torch's current
 stream was given before it, and a JAX program waits for all its arguments; so one call of `fresh`
 orders a whole program. `Bridge.kept` reuses an import from an earlier call, which orders nothing:
-every program must take at least one fresh one. `Bridge.deliver` makes the current stream wait for
+every program must take at least one fresh one, made last. So do the imports of a `Shared`, which a
+program may write, too. `Bridge.deliver` makes the current stream wait for
 the program, so later torch work (which may overwrite the inputs) comes after it. The host never
 waits.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -203,6 +204,12 @@ class Bridge:
             ordered = ordered and tensor.numel() == 0
         return found
 
+    def unordered(self, tensor: torch.Tensor) -> jax.Array:
+        """Imports a tensor, or a copy, for a program that another one's `fresh` orders."""
+        if tensor.numel() and not self.aligned(tensor):
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        return self._import(tensor, ordered=False)
+
     def _import(self, tensor: torch.Tensor, *, ordered: bool) -> jax.Array:
         if tensor.numel() == 0:  # DLPack loses memory on these
             empty = np.zeros(tuple(tensor.shape), _JAX_DTYPES[tensor.dtype])
@@ -214,15 +221,6 @@ class Bridge:
                 "sharing its memory"
             )
         return array
-
-    def written(self, *tensors: torch.Tensor) -> list[jax.Array]:
-        """Imports tensors that the caller's next call brings too, written or not: see `fresh`.
-
-        A program that donates takes its buffers away: on a GPU they are imported every time.
-        """
-        if self.donates:
-            return self.fresh(*tensors)
-        return [self.kept(tensor) for tensor in tensors]
 
     def kept(self, tensor: torch.Tensor) -> jax.Array:
         """The import of a tensor that earlier calls brought too; it orders nothing."""
@@ -280,6 +278,33 @@ class Bridge:
             if self.donates and self.aligned(tensor):
                 raise RuntimeError(f"JAX did not write {name} in place")
             aside.append((tensor, array))
+        self._copy_back(aside)
+
+    def shared(
+        self,
+        name: str,
+        owner: torch.Tensor,
+        view: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+        *more: Any,
+    ) -> Shared:
+        """A tensor, or a view of it (told apart by `more`), that programs of many calls share."""
+        return self.remember(owner, lambda: Shared(self, name, owner, view(owner)), name, *more)
+
+    def settle(self, results: Iterable[tuple[Shared, jax.Array]]) -> None:
+        """Leaves a program's results in the tensors that they replace: see `deliver`.
+
+        It orders nothing.
+        """
+        aside = []
+        for shared, array in results:
+            if not shared.put(array):
+                assert shared.tensor is not None
+                aside.append((shared.tensor, array))
+        self._copy_back(aside)
+
+    def _copy_back(self, aside: list[tuple[torch.Tensor, jax.Array]]) -> None:
+        if not aside:
+            return
         with torch.inference_mode():  # the caller's tensors may be inference tensors
             for tensor, array in aside:
                 tensor.copy_(self._crossing.give(array))
@@ -299,15 +324,88 @@ class Bridge:
         if some is not None:
             self._crossing.order_after(some)
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which calls run: on one device, whatever mesh is ambient in JAX.
 
         DLPack exports only from torch's current device.
         """
-        on_cpu = self.device.type == "cpu"
-        with own_mesh(None), contextlib.nullcontext() if on_cpu else torch.cuda.device(self.device):
-            yield
+        if self.device.type == "cpu" or torch.cuda.current_device() == self.device.index:
+            return own_mesh(None)
+        contexts = contextlib.ExitStack()
+        contexts.enter_context(own_mesh(None))
+        contexts.enter_context(torch.cuda.device(self.device))
+        return contexts
+
+
+class Shared:
+    """A tensor in JAX, as programs of many calls take it: imported once, while its owner lives.
+
+    What a program writes is donated; its result, an array over the same memory, is what the next
+    one takes. Where JAX does not take the tensor's address, every program gets a copy.
+
+    Attributes:
+      tensor: what is shared, an alias of the owner or a view of it; None once the owner is gone.
+    """
+
+    def __init__(
+        self, bridge: Bridge, name: str, owner: torch.Tensor, tensor: torch.Tensor
+    ) -> None:
+        """Imports nothing yet; `tensor` must not keep its owner: an alias, or a view of one."""
+        self.tensor: torch.Tensor | None = tensor
+        self._bridge = bridge
+        self._name = name
+        self._address = tensor.data_ptr()
+        self._lasts = tensor.numel() > 0 and bridge.aligned(tensor)
+        self._arrays: list[jax.Array] = []  # one at most, which a single thread can pop
+        me = weakref.ref(self)
+        self._owner = weakref.ref(owner, lambda _: _clear(me()))
+
+    def get(self) -> jax.Array:
+        """The array, for a program that reads it; it orders nothing."""
+        for array in self._arrays:
+            return array
+        array = self._import()
+        if self._lasts:
+            self._arrays[:] = [array]
+        return array
+
+    def lend(self) -> jax.Array:
+        """The array, for a program that writes it, whose result goes to `Bridge.settle`."""
+        if not self._bridge.donates:
+            return self.get()
+        try:
+            return self._arrays.pop()
+        except IndexError:
+            return self._import()
+
+    def put(self, array: jax.Array) -> bool:
+        """Takes a program's result where it lies in the tensor already; whether it does.
+
+        Raises:
+          RuntimeError: it should, and does not.
+        """
+        if not self._lasts:
+            return self.tensor is None or self.tensor.numel() == 0
+        if array.unsafe_buffer_pointer() == self._address:
+            self._arrays[:] = [array]
+            return True
+        if self._bridge.donates:
+            raise RuntimeError(f"JAX did not write {self._name} in place")
+        return False
+
+    def clear(self) -> None:
+        """Lets go of the memory."""
+        self.tensor = None
+        self._arrays.clear()
+
+    def _import(self) -> jax.Array:
+        assert self.tensor is not None  # its owner is an argument of this call
+        return self._bridge.unordered(self.tensor)
+
+
+def _clear(shared: Shared | None) -> None:
+    if shared is not None:
+        shared.clear()
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -7,6 +7,7 @@ as long. They are not public: it is used with releases of jaxlib that it is know
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Protocol
 
 import jax
@@ -14,7 +15,6 @@ import jaxlib
 import torch
 
 _VERSIONS = ((0, 11), (0, 12))  # of jaxlib, whose C functions take these arguments
-_NO_EVENT = -1  # to torch: the stream that takes the tensor need not wait
 
 
 class Crossing(Protocol):
@@ -60,16 +60,16 @@ class Fast:
         self._jax_device = jax_device
         self._device = device
         self._kind = int(torch.empty(0, device=device).__dlpack_device__()[0])
-        # JAX's stream that waits for what is imported.
-        on_gpu = device.type == "cuda"
-        self._stream = jax_device.get_stream_for_external_ready_events() if on_gpu else None
+        self._streams = _Streams(device, jax_device) if device.type == "cuda" else None
+        self._stream = None if self._streams is None else self._streams.jax
 
     def take(self, tensor: torch.Tensor, *, ordered: bool) -> jax.Array:
         """See `Crossing`."""
+        if ordered and self._streams is not None:
+            self._streams.order()
         # An export holds the tensor it was made from. The detached alias dies with the import; the
         # caller's tensor would live, as a Python object, until then.
-        waits = self._stream if ordered or self._stream is None else _NO_EVENT
-        capsule = tensor.detach().__dlpack__(stream=waits)
+        capsule = torch.utils.dlpack.to_dlpack(tensor.detach())
         return self._import(capsule, self._jax_device, self._stream, False, self._kind)
 
     def give(self, array: jax.Array) -> torch.Tensor:
@@ -81,10 +81,35 @@ class Fast:
         self._capsule(array)
 
     def _capsule(self, array: jax.Array) -> Any:
-        stream = None
-        if self._stream is not None:
-            stream = torch.cuda.current_stream(self._device).cuda_stream or 1  # 1: the default one
-        return self._export(array.addressable_data(0), stream=stream)
+        stream = None if self._streams is None else self._streams.current()
+        return self._export(array, stream=stream)
+
+
+class _Streams(threading.local):
+    """torch's current stream, and JAX's that waits for what is imported; one thread's.
+
+    torch takes several microseconds to make the object of a stream, or an event.
+    """
+
+    def __init__(self, device: torch.device, jax_device: jax.Device) -> None:
+        self.jax = jax_device.get_stream_for_external_ready_events()
+        self._device = device
+        self._waiting = torch.cuda.ExternalStream(self.jax, device)
+        self._event = torch.cuda.Event()
+        self._known: dict[int, torch.cuda.Stream] = {}
+
+    def current(self) -> int:
+        """The current stream as DLPack names it: the default one is 1."""
+        return torch._C._cuda_getCurrentRawStream(self._device.index) or 1
+
+    def order(self) -> None:
+        """Makes JAX's stream wait for all that the current stream was given."""
+        number = torch._C._cuda_getCurrentRawStream(self._device.index)
+        stream = self._known.get(number)
+        if stream is None:
+            stream = self._known[number] = torch.cuda.current_stream(self._device)
+        self._event.record(stream)
+        self._waiting.wait_event(self._event)
 
 
 def find_crossing(device: torch.device, jax_device: jax.Device) -> Crossing:

@@ -10,6 +10,7 @@ was prepared, with the addresses of the tensors that are others now: only these 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from msa_icp_jax import MSAIcpScorePlan, rows
 from msa_icp_jax.comm import mark_of
 from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, TOPK
 from msa_icp_jax.ops._mosaic import aot
-from msa_icp_jax.ops._mosaic.aot import Copy, Launches, Lowered, Program
+from msa_icp_jax.ops._mosaic.aot import BoundStep, Copy, Launches, Lowered, Program
 from msa_icp_jax.ops._mosaic.launch import Target
 from msa_icp_jax.shapes import decode_shapes
 from msa_icp_jax.typing import ResolvedRoute
@@ -106,10 +107,10 @@ class DirectRoute:
 
     def repeat(self, owners: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
         """Launches a decode that an earlier one was like, if there was one."""
-        launches = self._calls.find(owners, options)
-        if launches is None:
+        bound = self._calls.find(owners, options)
+        if bound is None:
             return False
-        self._stream.launch(launches)
+        self._stream.launch(bound.launches)
         return True
 
     def decode(self, call: DecodeCall, owners: tuple[Any, ...], options: tuple[Any, ...]) -> None:
@@ -122,8 +123,9 @@ class DirectRoute:
                 behind = self._collective(call, message)
             launches = [*before, *behind]
         kernels_before = before[call.fused :]  # a fused decode clears its plane first
-        by_address = all(kernel is not None for _, kernel, _ in kernels_before)
-        self._calls.remember(owners, options, launches, by_address)
+        by_address = all(step.kernel is not None for step in kernels_before)
+        bound = BoundLaunches.of(launches, owners, by_address=by_address)
+        self._calls.remember(owners, options, bound)
         self._stream.launch(launches)
 
     def _rows(self, call: DecodeCall) -> tuple[Launches, torch.Tensor]:
@@ -142,7 +144,7 @@ class DirectRoute:
         inputs = (call.index_q, base, call.block_table, call.seq_lens)
         launches = scorer.bind((*inputs, *counts, call.scores))
         if call.fused:
-            launches.insert(0, (functools.partial(clear_scores, call.scores), None, None))
+            launches.insert(0, BoundStep(functools.partial(clear_scores, call.scores)))
         return scorer, launches
 
     def _one_sided(self, call: DecodeCall) -> Launches:
@@ -183,7 +185,7 @@ class DirectRoute:
         Everything is there then: a row that fails at its first look is a fault.
         """
         make = self._tagged_exchange if call.tagged else self._legacy_exchange
-        return [(make(call, message), None, None), *self._merge(call, spin_limit=1)]
+        return [BoundStep(make(call, message)), *self._merge(call, spin_limit=1)]
 
     def _legacy_exchange(self, call: DecodeCall, message: torch.Tensor) -> Callable[[], None]:
         """As `exchange_in_slot` and `store_legacy` of `msa_icp_jax.comm`.
@@ -252,7 +254,7 @@ class DirectRoute:
     def _prefill_launches(self, call: PrefillCall) -> Launches:
         carrier_tokens = call.carrier.shape[1]
         if call.window_plan.num_segments == 0:
-            clear = (functools.partial(_clear, call), None, None)
+            clear = BoundStep(functools.partial(_clear, call))
             if call.fused:
                 return [clear]
             form = (self._facts(), call.tokens, carrier_tokens)
@@ -414,6 +416,50 @@ class DirectRoute:
 
     def _upload(self, value: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.array(value)).to(self._device)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BoundLaunches:
+    """The launches of a decode.
+
+    Attributes:
+      launches: what is launched.
+      places: of each of the call's tensors, the arguments that it is, by launch; None: others
+        cannot take its tensors' places.
+    """
+
+    launches: Launches
+    places: list[list[tuple[int, int]]] | None
+
+    @classmethod
+    def of(cls, launches: Launches, owners: tuple[Any, ...], *, by_address: bool) -> BoundLaunches:
+        """The launches of a call.
+
+        Args:
+          owners: the call's tensors, None where there is none, and its comm.
+          by_address: whether the launches have the tensors as addresses alone.
+        """
+        *tensors, comm = owners
+        found: dict[int, list[tuple[int, int]]] = {}
+        addresses = [x.data_ptr() for x in tensors if x is not None]
+        for address in (*addresses, *(x.data_ptr() for x in comm.parts)):
+            if address in found:  # whose an argument is cannot be told
+                return cls(launches, None)
+            found[address] = []
+        for step, launch in enumerate(launches):
+            for place, address in enumerate(launch.arguments or ()):
+                found.get(address, []).append((step, place))
+        return cls(launches, [found[x] for x in addresses] if by_address else None)
+
+    def moved(self, changed: Mapping[int, torch.Tensor]) -> BoundLaunches | None:
+        """The launches with other tensors, by their place among the call's."""
+        if self.places is None:
+            return None
+        launches = [*self.launches]
+        for i, tensor in changed.items():
+            for step, place in self.places[i]:
+                launches[step] = launches[step].at(place, tensor.data_ptr())
+        return BoundLaunches(launches, self.places)
 
 
 class Stream:

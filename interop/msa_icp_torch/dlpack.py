@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,9 @@ from msa_icp_jax import MSAIcpScorePlan, rows
 from msa_icp_jax.geometry import NUM_SLOTS
 from msa_icp_jax.typing import ResolvedRoute
 from msa_icp_torch import exchange, pages, programs
-from msa_icp_torch.bridge import Bridge, is_capturing
+from msa_icp_torch.bridge import Bridge, Shared, is_capturing
 from msa_icp_torch.calls import DecodeCall, PrefillCall, clear_scores
+from msa_icp_torch.comm import MSAIcpComm
 from msa_icp_torch.remembered import RememberedCalls
 from msa_icp_torch.warmup import Warmup
 from msa_icp_torch.window import WindowPlan
@@ -47,7 +48,8 @@ class DlpackRoute:
             jax.device_put(np.int32(slot), bridge.jax_device) for slot in range(NUM_SLOTS)
         )
         self._warned_of_copy = False
-        self._calls = RememberedCalls(alignment=bridge.alignment)
+        # By object: an import goes with the object that it was made for.
+        self._calls = RememberedCalls(alignment=bridge.alignment, by_object=True)
 
     # ---- checks ----
 
@@ -81,56 +83,74 @@ class DlpackRoute:
 
     def repeat(self, owners: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
         """Does a decode whose tensors, or others like them, an earlier one brought."""
-        if self._calls.find(owners, options) is None:
+        bound = self._calls.find(owners, options)
+        if bound is None:
             return False
         self.begin("decode")
-        self._run(self._call_again(owners, options))
+        self._run(bound, owners[0])
         return True
 
     def decode(self, call: DecodeCall, owners: tuple[Any, ...], options: tuple[Any, ...]) -> None:
-        """Does a decode, and remembers that its tensors are checked."""
-        if not call.fused:  # a pool would be kept alive
-            self._calls.remember(owners, options, [], by_address=True)
-        self._run(call)
-
-    def _call_again(self, owners: tuple[Any, ...], options: tuple[Any, ...]) -> DecodeCall:
-        """The call of checked owners without a pool."""
-        index_q, index_k, block_table, seq_lens, num_valid_pages, scores, output, _, comm = owners
-        slot, tagged, query_len, enable_pdl = options
-        tokens = index_q.shape[0]
-        return DecodeCall(
-            index_q,
-            index_k,
-            block_table,
-            seq_lens,
-            num_valid_pages,
-            self._view(scores, lambda x: x[:tokens], tokens),
-            self._view(output, lambda x: x[:tokens], tokens),
-            comm,
-            slot,
-            tagged,
-            query_len,
-            fused=False,
-            enable_pdl=enable_pdl,
-            one_sided=False,
+        """Does a decode, and remembers its tensors in JAX."""
+        base, row_offset = pages.base_of(call.index_k)
+        lasts = self._bridge.aligned(base)
+        if not lasts:
+            self._warn_of_copy(base)
+        plan = at_row_offset(self._plan, row_offset if lasts else 0)
+        form = call.tagged, call.enable_pdl, self._bridge.donates
+        first, second = programs.storage_parts(call.tagged)
+        bound = _BoundDecode(
+            self._bridge,
+            self._shared(call, owners, base if lasts else call.index_k, row_offset),
+            self._parts(call.comm, first),
+            self._parts(call.comm, second),
+            programs.decode_local(plan, call.query_len, *form),
+            programs.decode_merge(self._plan, *form),
+            self._slots[call.slot],
+            call.tokens,
+            _Received(),
         )
+        if call.fused:  # a pool would be kept alive
+            clear_scores(call.scores)
+        elif lasts:
+            self._calls.remember(owners, options, bound)
+        self._run(bound, call.index_q)
 
-    def _view(
-        self, tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor], *more: Any
-    ) -> torch.Tensor:
-        """A view that is kept as long as the tensor lives, which it does not keep alive itself."""
-        return self._bridge.remember(tensor, lambda: make(tensor.detach()), *more)
+    def _shared(
+        self, call: DecodeCall, owners: tuple[Any, ...], keys: torch.Tensor, row_offset: int
+    ) -> list[Shared]:
+        """The call's tensors behind its queries, with the keys as programs take them."""
+        shared = self._bridge.shared
+        return [
+            shared("index_k", call.index_k, lambda _: keys.detach(), row_offset),
+            shared("block_table", call.block_table),
+            shared("seq_lens", call.seq_lens),
+            shared("num_valid_pages", call.num_valid_pages),
+            _rows_of(self._bridge, "scores", call.scores if call.fused else owners[5], call.tokens),
+            _rows_of(self._bridge, "output", owners[6], call.tokens),
+        ]
 
-    def _run(self, call: DecodeCall) -> None:
+    def _parts(self, comm: MSAIcpComm, names: tuple[str, ...]) -> dict[str, Shared]:
+        """Parts of the receive storage as JAX has them."""
+        return {name: self._part(name, getattr(comm, name)) for name in names}
+
+    def _part(self, name: str, part: torch.Tensor) -> Shared:
+        """A part as JAX has it."""
+        if name == "errors":
+            return _rows_of(self._bridge, "comm.errors", part, 1)
+        if name == "tagged_recv":  # each int64 as (word, generation): JAX has no 64-bit integers
+            pairs = (rows.TAGGED_WORDS, 2)
+            view = lambda x: x.detach().view(torch.int32).unflatten(-1, pairs)  # noqa: E731
+            return self._bridge.shared("comm.tagged_recv", part, view)
+        return self._bridge.shared(f"comm.{name}", part)
+
+    def _run(self, bound: _BoundDecode, index_q: torch.Tensor) -> None:
         """Scores and selects in one program, exchanges, stores and merges in another."""
         with self._bridge.guard():
-            keys, plan = self._import_index_k(call.index_k)
-            counts = self._bridge.kept(call.num_valid_pages)
-            message = self._decode_local(call, plan, keys, counts)
-            # Zeros: no row of an earlier call where a peer sends less.
-            received = torch.zeros_like(message)
-            exchange.all_to_all(received, message, self._group)
-            self._decode_merge(call, received, counts)
+            sent = bound.score_and_select(index_q)
+            received = bound.received.zeros_like(sent)
+            exchange.all_to_all(received, sent, self._group)
+            bound.store_and_merge(received)
 
     def prefill_window_plan(
         self, lengths: tuple[torch.Tensor, ...], bounds: dict[str, int]
@@ -201,63 +221,6 @@ class DlpackRoute:
             if prefill:
                 programs_of.prefill()
 
-    # ---- decode, on both sides of the exchange ----
-
-    def _decode_local(
-        self,
-        call: DecodeCall,
-        plan: msa_icp_jax.MSAIcpIndexerPlan,
-        keys: jax.Array,
-        counts: jax.Array,
-    ) -> torch.Tensor:
-        """Scores and selects; returns the rows to send, [W, hpr, T, 33] or [W, hpr, T, 32, 2]."""
-        keep = self._bridge.kept
-        if call.fused:
-            clear_scores(call.scores)
-        parts = self._parts(call, programs.storage_parts(call.tagged)[0])
-        program = programs.decode_local(
-            plan, call.query_len, call.tagged, call.enable_pdl, self._bridge.donates
-        )
-        query, scores, *storage = self._bridge.written(call.index_q, call.scores, *parts.values())
-        message, new_scores, new_parts = program(
-            (query, keys, keep(call.block_table), keep(call.seq_lens)),
-            counts,
-            self._slots[call.slot],
-            scores,
-            dict(zip(parts, storage, strict=True)),
-        )
-        self._bridge.deliver({"scores": (call.scores, new_scores)} | _results(parts, new_parts))
-        return self._bridge.export(message)
-
-    def _decode_merge(self, call: DecodeCall, received: torch.Tensor, counts: jax.Array) -> None:
-        """Stores what came into the slot and merges it."""
-        parts = self._parts(call, programs.storage_parts(call.tagged)[1])
-        merge = programs.decode_merge(
-            self._plan, call.tagged, call.enable_pdl, self._bridge.donates
-        )
-        sent, output, *storage = self._bridge.written(received, call.output, *parts.values())
-        new_output, new_parts = merge(
-            sent,
-            counts,
-            self._slots[call.slot],
-            output,
-            dict(zip(parts, storage, strict=True)),
-        )
-        self._bridge.deliver({"output": (call.output, new_output)} | _results(parts, new_parts))
-
-    def _parts(self, call: DecodeCall, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Parts of the receive storage as JAX has them."""
-        return {name: self._part(name, getattr(call.comm, name)) for name in names}
-
-    def _part(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """A part as JAX has it."""
-        if name == "errors":
-            return self._view(part, lambda x: x[:1])
-        if name == "tagged_recv":  # each int64 as (word, generation): JAX has no 64-bit integers
-            pairs = (rows.TAGGED_WORDS, 2)
-            return self._view(part, lambda x: x.view(torch.int32).unflatten(-1, pairs))
-        return part
-
     def _import_index_k(
         self, index_k: torch.Tensor
     ) -> tuple[jax.Array, msa_icp_jax.MSAIcpIndexerPlan]:
@@ -266,22 +229,104 @@ class DlpackRoute:
         if self._bridge.aligned(base):
             keys = self._bridge.remember(index_k, lambda: self._bridge.fresh(base)[0], row_offset)
             return keys, at_row_offset(self._plan, row_offset)
+        self._warn_of_copy(base)
+        return self._bridge.fresh(index_k.contiguous())[0], self._plan
+
+    def _warn_of_copy(self, base: torch.Tensor) -> None:
         if not self._warned_of_copy:
             self._warned_of_copy = True
             warnings.warn(
                 f"index_k is copied in every call: JAX on {self._bridge.device} does not take its "
                 f"address {base.data_ptr():#x}",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
-        return self._bridge.fresh(index_k.contiguous())[0], self._plan
 
 
-def _results(
-    parts: dict[str, torch.Tensor], new: dict[str, jax.Array]
-) -> dict[str, tuple[torch.Tensor, jax.Array]]:
-    """Parts of the receive storage and what replaces them, for `Bridge.deliver`."""
-    return {f"comm.{name}": (part, new[name]) for name, part in parts.items()}
+_SCORES, _OUTPUT = 5, 6  # places among a decode's tensors
+_INPUTS = {2: "block_table", 3: "seq_lens", 4: "num_valid_pages"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _BoundDecode:
+    """A decode's tensors in JAX, its programs, and what lies between them.
+
+    Attributes:
+      shared: index_k, block_table, seq_lens, num_valid_pages, scores, output.
+      first, second: the parts of the receive storage that its programs write.
+      local, merge: the programs.
+      slot: an int32 in JAX.
+      tokens: T.
+      received: where the others' rows arrive.
+    """
+
+    bridge: Bridge
+    shared: list[Shared]
+    first: dict[str, Shared]
+    second: dict[str, Shared]
+    local: Any
+    merge: Any
+    slot: jax.Array
+    tokens: int
+    received: _Received
+
+    def moved(self, changed: Mapping[int, torch.Tensor]) -> _BoundDecode:
+        """See `Bound`."""
+        shared = [*self.shared]
+        for i, tensor in changed.items():
+            if i in _INPUTS:
+                shared[i - 1] = self.bridge.shared(_INPUTS[i], tensor)
+            elif i in (_SCORES, _OUTPUT):
+                name = "scores" if i == _SCORES else "output"
+                shared[i - 1] = _rows_of(self.bridge, name, tensor, self.tokens)
+        return dataclasses.replace(self, shared=shared)
+
+    def score_and_select(self, index_q: torch.Tensor) -> torch.Tensor:
+        """Runs the first program; returns the rows to send, behind it."""
+        keys, table, lengths, counts, scores, _ = self.shared
+        inputs = keys.get(), table.get(), lengths.get()
+        parts = {name: part.lend() for name, part in self.first.items()}
+        others = counts.get(), self.slot, scores.lend(), parts
+        (query,) = self.bridge.fresh(index_q)
+        message, new_scores, new_parts = self.local((query, *inputs), *others)
+        sent = self.bridge.export(message)
+        self.bridge.settle([(scores, new_scores), *_results(self.first, new_parts)])
+        return sent
+
+    def store_and_merge(self, received: torch.Tensor) -> None:
+        """Runs the second program, and leaves the current stream behind it."""
+        _, _, _, counts, _, output = self.shared
+        parts = {name: part.lend() for name, part in self.second.items()}
+        others = counts.get(), self.slot, output.lend(), parts
+        (sent,) = self.bridge.fresh(received)
+        new_output, new_parts = self.merge(sent, *others)
+        self.bridge.order_after([new_output])
+        self.bridge.settle([(output, new_output), *_results(self.second, new_parts)])
+
+
+class _Received:
+    """Where the others' rows arrive in a call; the memory is kept for the next one."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def zeros_like(self, sent: torch.Tensor) -> torch.Tensor:
+        """Zeros: no row of an earlier call where a peer sends less."""
+        if self._memory is None:
+            with torch.inference_mode(False):  # it is written outside inference mode too
+                self._memory = torch.zeros(sent.shape, dtype=sent.dtype, device=sent.device)
+            return self._memory
+        return self._memory.zero_()
+
+
+def _results(parts: dict[str, Shared], new: dict[str, jax.Array]) -> list[tuple[Shared, jax.Array]]:
+    """Parts of the receive storage and what replaces them."""
+    return [(part, new[name]) for name, part in parts.items()]
+
+
+def _rows_of(bridge: Bridge, name: str, owner: torch.Tensor, count: int) -> Shared:
+    """The first rows of a tensor."""
+    return bridge.shared(name, owner, lambda x: x.detach()[:count], count)
 
 
 @functools.cache

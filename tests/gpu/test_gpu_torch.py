@@ -126,6 +126,62 @@ def test_decode_writes_in_place_without_growing(self_exchange, tagged):
     np.testing.assert_array_equal(step.scores.cpu().numpy(), want)
 
 
+@pytest.mark.parametrize("tagged", [False, True])
+@pytest.mark.parametrize("side", [False, True])
+def test_repeated_decodes_wait_for_work_in_flight(self_exchange, side, tagged):
+    """What is written late to inputs, and to buffers that the last program left in JAX."""
+    plan = prepare()
+    step, comm = decode_step(plan, random_decode([300, 0, 4000, 1], 2, 128)), plan.init_comm()
+
+    def call(slot: int) -> None:
+        plan.decode(*step, comm=comm, slot=slot, tagged=tagged, decode_query_len=2)
+
+    for slot in range(3):
+        call(slot)
+    want = step.output[:8].clone()
+    late = [tensor.view(torch.uint8) for tensor in (step.index_q, *step[2:5])]
+    values = [tensor.clone() for tensor in late]
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    for slot in range(3, 100):
+        with torch.cuda.stream(stream):
+            for tensor in (*late, step.output):
+                tensor.zero_()
+            busy(3_000_000)
+            for tensor, value in zip(late, values, strict=True):
+                tensor.copy_(value)
+            comm.errors.fill_(slot)
+            call(slot)
+            found, errors = step.output[:8].clone(), comm.errors.clone()
+            for tensor in late:  # behind the call: must not reach it
+                tensor.zero_()
+        stream.synchronize()
+        assert torch.equal(found, want)
+        assert errors.item() == slot
+
+
+def test_buffers_of_a_decode_may_be_dropped(self_exchange):
+    """Their memory is another tensor's then, and no later program writes it."""
+    plan = prepare()
+    step, comm = decode_step(plan, random_decode([300, 7], 1, 128)), plan.init_comm()
+    used = None
+    for slot in range(200):
+        step = step._replace(scores=step.scores.clone(), output=step.output.clone())
+        for again in range(2):
+            plan.decode(*step, comm=comm, slot=2 * slot + again, tagged=False, decode_query_len=1)
+        if slot == 20:
+            used = allocated()
+    assert allocated() == used
+    assert comm.errors.item() == 0
+    output = step.output.clone()
+    step = step._replace(scores=step.scores.clone(), output=step.output.clone())
+    others = [torch.full_like(x, 7) for x in (step.scores, step.output) for _ in range(4)]
+    plan.decode(*step, comm=comm, slot=401, tagged=False, decode_query_len=1)
+    torch.cuda.synchronize()
+    assert torch.equal(step.output, output)
+    assert all((x == 7).all() for x in others)
+
+
 @pytest.mark.parametrize("capacity", [5, 16])
 @pytest.mark.parametrize("tagged", [False, True])
 def test_receive_storage_of_any_capacity(self_exchange, capacity, tagged):

@@ -24,7 +24,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
@@ -401,7 +401,34 @@ def compile_kernel(module: bytes) -> tuple[Any, int]:
         return _compiled[module]
 
 
-Launches = list[tuple[Any, Any, Any]]
+class BoundStep(NamedTuple):
+    """A bound step.
+
+    Attributes:
+      launcher: what launches a kernel, or does another step when it is called.
+      kernel: the kernel's handle; None: the step is another.
+      address: that of the arguments.
+      arguments: the buffers' addresses, a ctypes array; None: the step is another.
+    """
+
+    launcher: Any
+    kernel: int | None = None
+    address: int | None = None
+    arguments: Any = None
+
+    def at(self, place: int, buffer: int) -> BoundStep:
+        """The launch with another buffer in one place among the arguments."""
+        arguments = type(self.arguments).from_buffer_copy(self.arguments)
+        arguments[place] = buffer
+        return bound_kernel(self.launcher, self.kernel, arguments)
+
+
+def bound_kernel(launcher: Any, kernel: Any, arguments: Any) -> BoundStep:
+    """A kernel's launch; it takes the array's address, which ctypes passes on sooner."""
+    return BoundStep(launcher, kernel, ctypes.addressof(arguments), arguments)
+
+
+Launches = list[BoundStep]
 
 
 class Program:
@@ -454,18 +481,19 @@ class Program:
                 return self._scratch[index]
         return self._constants[source]
 
-    def _bind(self, step: Step, arguments: Sequence[Any]) -> tuple[Any, Any, Any]:
+    def _bind(self, step: Step, arguments: Sequence[Any]) -> BoundStep:
         match step:
             case Kernel(module, buffers):
                 addresses = [self.buffer(x, arguments).data_ptr() for x in buffers]
-                return (*self._kernels[module], (ctypes.c_void_p * len(addresses))(*addresses))
+                array = (ctypes.c_void_p * len(addresses))(*addresses)
+                return bound_kernel(*self._kernels[module], array)
             case Fill(target, value):
                 fill = self.buffer(target, arguments).fill_
-                return functools.partial(fill, value), None, None
+                return BoundStep(functools.partial(fill, value))
             case Copy(source, target):
                 flat = self.buffer(source, arguments).view(-1)
                 front = self.buffer(target, arguments).view(-1)[: flat.numel()]
-                return functools.partial(front.copy_, flat), None, None
+                return BoundStep(functools.partial(front.copy_, flat))
 
 
 def _operands(steps: Sequence[Step]) -> Iterator[Source]:
@@ -476,8 +504,8 @@ def _operands(steps: Sequence[Step]) -> Iterator[Source]:
 
 def launch(launches: Launches, stream: int) -> None:
     """Puts bound steps on a CUDA stream: torch's current one, where some are fills or copies."""
-    for launcher, kernel, addresses in launches:
+    for launcher, kernel, address, _ in launches:
         if kernel is None:
             launcher()
         else:
-            launcher(kernel, stream, addresses)
+            launcher(kernel, stream, address)
