@@ -29,7 +29,7 @@ from benchmarks.exchange import Rank
 from benchmarks.stages import Pool
 from benchmarks.timing import Times, on_clock
 
-_CASE = decode("host", (8192,) * 8, 2)
+_CASE = decode("host", (8192,) * 16, 2)  # of 16, JAX takes the receive storage where it lies
 _GRAPH_DECODES = 12
 _ROUNDS, _CALLS = 50, 20
 
