@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,9 @@ class DlpackRoute:
         self._warned_of_copy = False
         # By object: an import goes with the object that it was made for.
         self._calls = RememberedCalls(alignment=bridge.alignment, by_object=True)
+        self._rows: weakref.WeakKeyDictionary[MSAIcpComm, dict[tuple[int, ...], _Exchanged]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     # ---- checks ----
 
@@ -108,7 +112,7 @@ class DlpackRoute:
             programs.decode_merge(self._plan, *form),
             self._slots[call.slot],
             call.tokens,
-            _Received(),
+            self._exchanged(call),
         )
         if call.fused:  # a pool would be kept alive
             clear_scores(call.scores)
@@ -144,11 +148,22 @@ class DlpackRoute:
             return self._bridge.shared("comm.tagged_recv", part, view)
         return self._bridge.shared(f"comm.{name}", part)
 
+    def _exchanged(self, call: DecodeCall) -> _Exchanged:
+        """The call's rows on their way: calls on one comm follow one another."""
+        geometry = self._plan.geometry
+        row = (rows.TAGGED_WORDS, 2) if call.tagged else (rows.ROW_WORDS,)
+        shape = (geometry.world_size, geometry.heads_per_rank, call.tokens, *row)
+        of_comm = self._rows.setdefault(call.comm, {})
+        if shape not in of_comm:
+            of_comm[shape] = _Exchanged(self._bridge, shape)
+        return of_comm[shape]
+
     def _run(self, bound: _BoundDecode, index_q: torch.Tensor) -> None:
         """Scores and selects in one program, exchanges, stores and merges in another."""
         with self._bridge.guard():
             sent = bound.score_and_select(index_q)
-            received = bound.received.zeros_like(sent)
+            # Zeros: no row of an earlier call where a peer sends less.
+            received = bound.exchanged.received.zero_()
             exchange.all_to_all(received, sent, self._group)
             bound.store_and_merge(received)
 
@@ -257,7 +272,7 @@ class _BoundDecode:
       local, merge: the programs.
       slot: an int32 in JAX.
       tokens: T.
-      received: where the others' rows arrive.
+      exchanged: the rows on their way.
     """
 
     bridge: Bridge
@@ -268,7 +283,7 @@ class _BoundDecode:
     merge: Any
     slot: jax.Array
     tokens: int
-    received: _Received
+    exchanged: _Exchanged
 
     def moved(self, changed: Mapping[int, torch.Tensor]) -> _BoundDecode:
         """See `Bound`."""
@@ -286,10 +301,10 @@ class _BoundDecode:
         keys, table, lengths, counts, scores, _ = self.shared
         inputs = keys.get(), table.get(), lengths.get()
         parts = {name: part.lend() for name, part in self.first.items()}
-        others = counts.get(), self.slot, scores.lend(), parts
+        others = counts.get(), self.slot, scores.lend(), parts, self.exchanged.lend()
         (query,) = self.bridge.fresh(index_q)
         message, new_scores, new_parts = self.local((query, *inputs), *others)
-        sent = self.bridge.export(message)
+        sent = self.exchanged.sent_by(message)
         self.bridge.settle([(scores, new_scores), *_results(self.first, new_parts)])
         return sent
 
@@ -304,19 +319,32 @@ class _BoundDecode:
         self.bridge.settle([(output, new_output), *_results(self.second, new_parts)])
 
 
-class _Received:
-    """Where the others' rows arrive in a call; the memory is kept for the next one."""
+class _Exchanged:
+    """The rows that a decode sends and receives, in memory that is kept for the next call.
 
-    def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None
+    Attributes:
+      received: where the others' rows arrive.
+    """
 
-    def zeros_like(self, sent: torch.Tensor) -> torch.Tensor:
-        """Zeros: no row of an earlier call where a peer sends less."""
-        if self._memory is None:
-            with torch.inference_mode(False):  # it is written outside inference mode too
-                self._memory = torch.zeros(sent.shape, dtype=sent.dtype, device=sent.device)
-            return self._memory
-        return self._memory.zero_()
+    def __init__(self, bridge: Bridge, shape: tuple[int, ...]) -> None:
+        """Rows int32 of this shape, on the bridge's device."""
+        self._bridge = bridge
+        with torch.inference_mode(False):  # they are written outside inference mode too
+            self.received = torch.zeros(shape, dtype=torch.int32, device=bridge.device)
+            self._sent = torch.zeros_like(self.received) if bridge.donates else None
+        self._shared = None if self._sent is None else bridge.shared("sent", self._sent)
+
+    def lend(self) -> jax.Array | None:
+        """Where a program writes the rows to send; None: not into the caller's memory."""
+        return None if self._shared is None else self._shared.lend()
+
+    def sent_by(self, rows_: jax.Array) -> torch.Tensor:
+        """The rows that a program wrote, behind it."""
+        if self._sent is None or self._shared is None:
+            return self._bridge.export(rows_)
+        self._bridge.order_after([rows_])
+        self._bridge.settle([(self._shared, rows_)])
+        return self._sent
 
 
 def _results(parts: dict[str, Shared], new: dict[str, jax.Array]) -> list[tuple[Shared, jax.Array]]:

@@ -20,14 +20,18 @@ from msa_icp_jax.comm import mark_rows
 def decode_local(
     plan: MSAIcpIndexerPlan, query_len: int, tagged: bool, enable_pdl: bool, donate: bool
 ) -> Any:
-    """Score and select: ``f(inputs, num_valid_pages, slot, scores, parts)``.
+    """Score and select: ``f(inputs, num_valid_pages, slot, scores, parts, sent)``.
 
     `inputs` are index_q, index_k, block_table, seq_lens, and `parts` the first `storage_parts`.
     Returns (rows, scores, parts); the rows are marked with the call (see `comm.exchange_in_slot`),
-    as `decode_merge` expects them.
+    as `decode_merge` expects them. They go where `sent` lies, which is of their shape; None: to
+    memory of their own.
     """
 
-    def local(inputs: Any, num_valid_pages: Any, slot: Any, scores: Any, parts: Any) -> Any:
+    def local(
+        inputs: Any, num_valid_pages: Any, slot: Any, scores: Any, parts: Any, sent: Any
+    ) -> Any:
+        del sent  # donated, it is what the rows are written into
         index_q, index_k, block_table, seq_lens = inputs
         found, scores, comm = plan.decode_local(
             index_q,
@@ -46,7 +50,7 @@ def decode_local(
         assert found is not None  # the plan's transport is the collective
         return mark_rows(found, slot, 1), scores, _parts(comm, parts)
 
-    return _jit(local, donate, 3, 4)
+    return _jit(local, donate, 3, 4, 5)
 
 
 @functools.cache
@@ -141,4 +145,5 @@ def prefill_merge(plan: MSAIcpIndexerPlan, donate: bool) -> Any:
 
 
 def _jit(function: Any, donate: bool, *buffers: int) -> Any:
-    return jax.jit(function, donate_argnums=buffers if donate else ())
+    # An unused buffer may be one whose memory a result takes.
+    return jax.jit(function, donate_argnums=buffers if donate else (), keep_unused=donate)

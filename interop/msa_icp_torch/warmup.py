@@ -106,6 +106,7 @@ class Warmup:
             slot,
             of["scores"],
             self.shapes.comm(*sent),
+            received if self.donates else None,
         ).compile()
 
     def _array(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
