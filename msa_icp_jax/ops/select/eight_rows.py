@@ -184,10 +184,15 @@ class Rows:
         found = []
 
         def mark(column: Lane, marked: Lane, forced: Lane, place: Lane) -> None:
-            copied = self._copied + where(marked, column, 0)
-            found.append((forced, place, copied.load()))
-            with lanes.when(marked):
+            copied = self._copied + column
+
+            def replace() -> list[Lane]:
+                word = copied.load()
                 copied.store(where(forced, _constant(_INF), _constant(-_INF)))
+                return [word]
+
+            (word,) = lanes.choose(marked, [i32()], replace, lambda: [int32(0)])
+            found.append((forced, place, word))
 
         last = (self.stop + (_VECTOR - 1)) & -_VECTOR
         for i in range(0, self.begin, _QUAD):

@@ -9,9 +9,9 @@ where each can have an SM of its own.
 3. Many tokens of up to 2,048 columns: the CTAs that fit the GPU walk their shares of the tokens, a
    warp a row; four tokens in turn whose rows are all short go a token a warp (`short_rows`), if
    rows are 16-byte aligned.
-4. Many tokens of a narrow plane, up to 256 columns: each warp takes the eight rows of two tokens at
-   once (`eight_rows`). Up to 128 columns a CTA has as many warps as an SM holds: the compiler then
-   keeps to the registers that they can have.
+4. Many tokens of a narrow plane, up to 256 columns: a CTA an SM, whose warps walk its share of the
+   tokens and take the eight rows of two at once (`eight_rows`). They are as many as an SM holds, or
+   as have work; the compiler then keeps to the registers that they can have.
 
 Otherwise a CTA is a warpgroup. A single row, and one that ways 3 and 4 leave open (scores that tie
 for the last place, say), is selected by its warp, or by the four that share it, in the way for rows
@@ -115,11 +115,12 @@ class Select:
 
     @property
     def warps(self) -> int:
-        """Warps of a CTA: four, or as many as have tokens of a narrow plane to take at once."""
+        """Warps of a CTA: four, or enough that they take a narrow plane in equal turns."""
         if not self.narrow:
             return WARPS
-        of_cta = min(cdiv(self.tokens, self.ctas), _tokens_at_once(self.columns))
-        return round_up(cdiv(of_cta, eight_rows.TOKENS), WARPS)
+        most = CONFIG.full_warps if self.columns <= CONFIG.full_columns else CONFIG.narrow_warps
+        turns = cdiv(cdiv(self.tokens, self.ctas), eight_rows.TOKENS)
+        return round_up(cdiv(turns, cdiv(turns, most)), WARPS)
 
     @property
     def warp_words(self) -> int:
@@ -231,20 +232,13 @@ def _grid(tokens: int, columns: int, target: Target, single: bool = False) -> tu
     elif columns > eight_rows.CAPACITY:
         team, ctas = 1, min(tokens, target.sms * _ctas_per_sm(columns))
     else:
-        at_once = _tokens_at_once(columns)
-        team, ctas = 1, min(tokens, max(target.sms, cdiv(tokens, at_once)))
+        team, ctas = 1, target.sms
     return team, ctas, few
 
 
 def _ctas_per_sm(columns: int) -> int:
     """CTAs that an SM holds at a time where a warp takes a row."""
     return CONFIG.ctas_per_sm if columns <= CONFIG.usual_columns else CONFIG.wide_ctas_per_sm
-
-
-def _tokens_at_once(columns: int) -> int:
-    """Tokens of a narrow plane that a CTA takes together at most."""
-    full = columns <= CONFIG.full_columns
-    return eight_rows.TOKENS * (CONFIG.full_warps if full else WARPS)
 
 
 def _kernel(
