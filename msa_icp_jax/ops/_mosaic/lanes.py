@@ -19,6 +19,13 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, scf
 
+# What an `inline_mgpu` function gets: a context, then memory for a ref and a value for an array.
+type Context = mgpu.LaunchContext
+type Memory = ir.Value
+type Value = mgpu.FragmentedArray
+
+type _Operation = Callable[..., ir.Value]
+
 ALL_LANES = 0xFFFFFFFF
 _SMEM, _GMEM = 3, 1  # NVPTX address spaces
 
@@ -41,8 +48,11 @@ class Lane:
         """`other` as a value of this one's type; numbers become constants."""
         return other if isinstance(other, Lane) else constant(other, self.type)
 
-    def _binary(self, other: Lane | float, on_ints: Any, on_floats: Any = None) -> Lane:
+    def _binary(
+        self, other: Lane | float, on_ints: _Operation, on_floats: _Operation | None = None
+    ) -> Lane:
         op = on_floats if self._is_float else on_ints
+        assert op is not None, "there is no such operation on floats"
         return Lane(op(self.value, self.like(other).value))
 
     def _compare(self, other: Lane | float, on_ints: Any, on_floats: Any) -> Lane:
@@ -146,12 +156,12 @@ def int32(number: int) -> Lane:
     return constant(number, i32())
 
 
-def scalar(argument: Any) -> Lane:
+def scalar(argument: Value) -> Lane:
     """A scalar argument of an `inline_mgpu` function."""
     return Lane(argument.registers.item())
 
 
-def as_array(elements: Sequence[Lane], layout: Any) -> mgpu.FragmentedArray:
+def as_array(elements: Sequence[Lane], layout: Any) -> Value:
     """An array with so many elements a thread, of a Pallas layout WG_STRIDED(.., 1)."""
     vector_type = ir.VectorType.get((1,), elements[0].type)
     registers = np.empty((len(elements),), dtype=object)
@@ -161,12 +171,12 @@ def as_array(elements: Sequence[Lane], layout: Any) -> mgpu.FragmentedArray:
     return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=signed)
 
 
-def of_array(array: mgpu.FragmentedArray) -> list[Lane]:
+def of_array(array: Value) -> list[Lane]:
     """This thread's elements of such an array."""
     return [Lane(llvm.extractelement(x, int32(0).value)) for x in array.registers.flat]
 
 
-def as_scalar(x: Lane) -> mgpu.FragmentedArray:
+def as_scalar(x: Lane) -> Value:
     """An int32 that all threads have alike, as a scalar result of an `inline_mgpu` function."""
     return mgpu.FragmentedArray.splat(x.value, (), is_signed=True)
 
@@ -431,7 +441,7 @@ class Words:
         self.pointer = pointer
 
     @staticmethod
-    def of(ref: Any) -> Words:
+    def of(ref: Memory) -> Words:
         """The first word of a memory reference."""
         pointer = mgpu.utils.memref_ptr(ref)
         if llvm.PointerType(pointer.type).address_space != _SMEM:

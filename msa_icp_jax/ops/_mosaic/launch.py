@@ -26,6 +26,9 @@ HOPPER_SMS = 132
 # kernel in place.
 _ALIGNMENT_BYTES = 256
 
+# Scratch memory and barriers of a kernel by name; Pallas has no public name for their types.
+type ScratchTypes = dict[str, Any]
+
 CTA = "cta"
 WARPGROUP = "warpgroup"
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from msa_icp_jax.ops._mosaic import lanes
-from msa_icp_jax.ops._mosaic.lanes import Lane, Words
+from msa_icp_jax.ops._mosaic.lanes import Context, Lane, Memory, Value, Words
 from msa_icp_jax.ops._mosaic.launch import (
     CTA,
     Launch,
@@ -79,7 +79,7 @@ def _kernel(
         refs = [rows, bases, rank, slot, counters, shared]
 
         @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), plgpu.Layout.WG_SPLAT))
-        def run(_: Any, *arguments: Any) -> None:
+        def run(_: Context, *arguments: Memory | Value) -> None:
             *refs, token = arguments
             rows, *peers, shared = (Words.of(ref) for ref in refs)
             piece(owners, tokens, rows, peers, shared, lanes.scalar(token))

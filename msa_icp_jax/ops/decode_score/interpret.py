@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, override
+from typing import override
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS
-from msa_icp_jax.ops._mosaic.launch import CTA
+from msa_icp_jax.ops._mosaic.launch import CTA, ScratchTypes
 from msa_icp_jax.ops.decode_score import config
 from msa_icp_jax.ops.decode_score.kernel import Parts
 from msa_icp_jax.ops.decode_score.mma import Scorer, Step
@@ -41,10 +41,10 @@ class InterpretedBatch(Batch):
         return Work(request, lengths[request], first, steps)
 
 
-def part_of(total: Any, cta: Any, grid: Grid) -> tuple[Any, Any]:
+def part_of(total: jax.Array, cta: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array]:
     """(first step, steps) of a CTA's part of all steps; it may be without any."""
 
-    def equal(total: Any, ctas: int, cta: Any) -> tuple[Any, Any]:
+    def equal(total: jax.Array, ctas: int, cta: jax.Array) -> tuple[jax.Array, jax.Array]:
         base, rest = total // ctas, total % ctas
         return cta * base + jnp.minimum(cta, rest), base + jnp.where(cta < rest, 1, 0)
 
@@ -63,7 +63,7 @@ class InterpretedRing(PageRing):
     """Pages come by the interpreter's copies, and none before the wait for the last kernel."""
 
     @override
-    def scratch(self) -> dict[str, Any]:
+    def scratch(self) -> ScratchTypes:
         slots = (self.stages, STEP_PAGES, self.rows, HEAD_DIM)
         return {
             "slots": plgpu.SMEM(slots, self.dtype),
@@ -96,13 +96,14 @@ class InterpretedRing(PageRing):
         page_ids[...] = page_ids[...].at[at].set(ids)
 
     @override
-    def read_first(self, table: jax.Ref, work: Work, steps: jax.Array) -> Any:
+    def read_first(self, table: jax.Ref, work: Work, steps: jax.Array) -> jax.Array:
         """Nothing, for `copy_first` copies nothing."""
+        return jnp.int32(0)
 
     @override
     def copy_first(
-        self, keys: jax.Ref, scratch: dict[str, Any], first: jax.Array, steps: jax.Array
-    ) -> Any:
+        self, keys: jax.Ref, scratch: dict[str, jax.Ref], first: jax.Array, steps: jax.Array
+    ) -> jax.Array:
         return jnp.int32(0)
 
     @override
@@ -110,7 +111,7 @@ class InterpretedRing(PageRing):
         """There is nothing to drop."""
 
     @override
-    def copy(self, keys: jax.Ref, scratch: dict[str, Any], count: jax.Array) -> None:
+    def copy(self, keys: jax.Ref, scratch: dict[str, jax.Ref], count: jax.Array) -> None:
         slot = lax.rem(count, self.stages)
         plgpu.commit_smem()  # the reads of the slot's former pages come before these writes
         ids = pages_of_step(scratch["page_ids"], count)
@@ -131,7 +132,7 @@ class InterpretedScorer(Scorer):
     """Products of whole steps."""
 
     @override
-    def scratch(self) -> dict[str, Any]:
+    def scratch(self) -> ScratchTypes:
         return {
             "queries": plgpu.SMEM((self.query_rows, HEAD_DIM), jnp.float32),
             "found": plgpu.SMEM((self.query_rows, SEGMENT_PAGES), jnp.float32),
@@ -147,7 +148,7 @@ class InterpretedScorer(Scorer):
         queries[...] = tokens.reshape(self.query_rows, HEAD_DIM).astype(jnp.float32)
 
     @override
-    def score(self, scratch: dict[str, Any], step: Step) -> None:
+    def score(self, scratch: dict[str, jax.Ref], step: Step) -> None:
         ring = self.ring
         slot = lax.rem(step.count, ring.stages)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
@@ -164,7 +165,7 @@ class InterpretedScorer(Scorer):
     @override
     def write_scores(self, found: jax.Ref, scores: jax.Ref, work: Work, steps: jax.Array) -> None:
         @pl.loop(0, steps)
-        def _(step: Any) -> None:
+        def _(step: jax.Array) -> None:
             values = found[:, pl.ds(step * STEP_PAGES, STEP_PAGES)]
             values = jnp.where(values == 0, 0.0, values)
             tokens = pl.ds(work.request * self.tokens, self.tokens)
@@ -180,7 +181,7 @@ class InterpretedScorer(Scorer):
         """It has ended."""
 
 
-def _a_whole_sm(scratch: dict[str, Any]) -> int:
+def _a_whole_sm(scratch: ScratchTypes) -> int:
     """There are no SMs: as many CTAs are simulated as the target claims to have."""
     del scratch
     return 228 << 10

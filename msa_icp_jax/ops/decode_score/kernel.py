@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from msa_icp_jax.geometry import HEAD_DIM, cdiv, round_up
 from msa_icp_jax.ops._mosaic.launch import (
     CTA,
     Launch,
+    ScratchTypes,
     Target,
     ctas_per_sm,
     scalar_operand,
@@ -124,7 +125,7 @@ def _grid(batch: Batch, used: int, target: Target) -> Grid:
     return Grid(resident, resident if most >= config.CONFIG.late_from * resident else 0)
 
 
-def _shared_bytes(scratch: dict[str, Any]) -> int:
+def _shared_bytes(scratch: ScratchTypes) -> int:
     used = (ref.dtype.itemsize * math.prod(ref.shape) for ref in scratch.values())
     return sum(round_up(size, 1 << 10) for size in used)
 
@@ -140,7 +141,7 @@ class Parts(NamedTuple):
     batch: type[Batch]
     ring: type[PageRing]
     scorer: type[Scorer]
-    shared_bytes: Callable[[dict[str, Any]], int]
+    shared_bytes: Callable[[ScratchTypes], int]
 
 
 MACHINE = Parts(Batch, PageRing, Scorer, _shared_bytes)
@@ -173,7 +174,7 @@ def _kernel(
     grid: Grid,
     pdl: bool,
     early: bool,
-    **scratch: Any,
+    **scratch: jax.Ref,
 ) -> None:
     """Scores the batch; `early` says to let the next kernel start at once, see `_select_fits`."""
     ring = scorer.ring
@@ -184,7 +185,7 @@ def _kernel(
     state, this_rank = start(query, keys, table, lengths, rank, scratch, scorer, grid)
     plgpu.commit_smem()  # the lengths, the first page ids and queries are there
 
-    def more(state: _State) -> Any:
+    def more(state: _State) -> jax.Array:
         return state.work.steps > 0
 
     def segment(state: _State) -> _State:
@@ -253,7 +254,7 @@ class _State(NamedTuple):
     request: jax.Array
 
 
-def _segment_steps(work: Work, batch: Batch) -> Any:
+def _segment_steps(work: Work, batch: Batch) -> jax.Array:
     """Steps of the segment at the start of a CTA's work, 0 where nothing is left."""
     to_end = batch.steps(work.length) - work.first
     return jnp.minimum(jnp.minimum(work.steps, to_end), SEGMENT_STEPS)
@@ -265,10 +266,10 @@ def _start(
     table: jax.Ref,
     lengths: jax.Ref,
     rank: jax.Ref,
-    scratch: dict[str, Any],
+    scratch: dict[str, jax.Ref],
     scorer: Scorer,
     grid: Grid,
-) -> tuple[_State, Any]:
+) -> tuple[_State, jax.Array]:
     """This CTA's work, its first page ids and queries kept; and the rank."""
     del keys
     ring = scorer.ring
@@ -280,7 +281,7 @@ def _start(
 
 
 def _keep_first(
-    query: jax.Ref, table: jax.Ref, scratch: dict[str, Any], work: Work, scorer: Scorer
+    query: jax.Ref, table: jax.Ref, scratch: dict[str, jax.Ref], work: Work, scorer: Scorer
 ) -> None:
     """Reads and keeps the first page ids and queries of a CTA's work."""
     ids, words = scorer.ring.read_ids(table, work), scorer.read_queries(query, work.request)
@@ -294,10 +295,10 @@ def _start_dependent(
     table: jax.Ref,
     lengths: jax.Ref,
     rank: jax.Ref,
-    scratch: dict[str, Any],
+    scratch: dict[str, jax.Ref],
     scorer: Scorer,
     grid: Grid,
-) -> tuple[_State, Any]:
+) -> tuple[_State, jax.Array]:
     """As `_start`, under a kernel that may still be writing the inputs.
 
     The work found before it has ended is a guess. Afterwards everything is read anew and together:
@@ -337,7 +338,7 @@ def _start_dependent(
     changed = functools.reduce(jnp.logical_or, (a != b for a, b in zip(guess, work, strict=True)))
     changed &= (work.steps > 0) | (copied > 0)  # or there is nothing to put right
 
-    def again() -> Any:
+    def again() -> jax.Array:
         ring.drop_first(scratch["arrived"], copied)
         _keep_first(query, table, scratch, work, scorer)
         return jnp.int32(0)
@@ -352,7 +353,7 @@ def _after(work: Work, steps: jax.Array, lengths: jax.Ref, batch: Batch) -> Work
     ended = first >= batch.steps(work.length)
 
     def next_request() -> Work:
-        def empty(request: jax.Array) -> Any:
+        def empty(request: jax.Array) -> jax.Array:
             return (batch.steps(lengths[request]) == 0) & (request < batch.requests - 1)
 
         request = jnp.minimum(work.request + 1, batch.requests - 1)

@@ -27,7 +27,8 @@ from jaxlib.mlir.dialects import llvm
 
 from msa_icp_jax.geometry import NUM_HEADS
 from msa_icp_jax.ops._mosaic import lanes
-from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, maximum, where
+from msa_icp_jax.ops._mosaic.lanes import Context, Lane, Memory, Value, Words, int32, maximum, where
+from msa_icp_jax.ops._mosaic.launch import ScratchTypes
 from msa_icp_jax.ops.decode_score.page_ring import (
     HALF_SHIFT,
     SEGMENT_PAGES,
@@ -115,7 +116,7 @@ class Scorer:
         """Products side by side for the query rows: a power of two; spare rows repeat the last."""
         return 1 << (-(-self.query_rows // _TILE) - 1).bit_length()
 
-    def scratch(self) -> dict[str, Any]:
+    def scratch(self) -> ScratchTypes:
         """Shared memory: `queries`, and `found`, the segment's scores [query row, column]."""
         return {
             "queries": plgpu.SMEM((self.tiles * _QUERY_WORDS,), jnp.int32),
@@ -135,7 +136,7 @@ class Scorer:
         start = first * (STEP_PAGES * self.ring.batch.page_size) + rank * self.ring.rows
         return length - self.tokens - start
 
-    def score(self, scratch: dict[str, Any], step: Step) -> None:
+    def score(self, scratch: dict[str, jax.Ref], step: Step) -> None:
         """Waits for a step's pages and puts their scores into columns ``4 step.number ..``."""
         _score(scratch, step, self)
 
@@ -162,8 +163,8 @@ def _read_queries(query: jax.Ref, request: jax.Array, scorer: Scorer) -> list[ja
     pieces, rows = _pieces(scorer), scorer.query_rows
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=(result,) * (4 * pieces))
-    def read(_: Any, query: Any, request: Any) -> Any:
-        words: list[Any] = []
+    def read(_: Context, query: Memory, request: Value) -> tuple[Value, ...]:
+        words: list[Lane] = []
         for i in range(pieces):
             at = lanes.thread() + i * _THREADS
             row, piece = _piece_of_row(at, scorer)
@@ -180,7 +181,7 @@ def _keep_queries(queries: jax.Ref, words: list[jax.Array], scorer: Scorer) -> N
     """Piece p of a row: `piece_steps` steps of lane p % 4, from ``piece_steps (p // 4)`` on."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[PER_THREAD] * len(words)))
-    def keep(_: Any, queries: Any, *words: Any) -> None:
+    def keep(_: Context, queries: Memory, *words: Value) -> None:
         for i in range(_pieces(scorer)):
             parts = [x for word in words[4 * i : 4 * i + 4] for x in lanes.of_array(word)]
             row, piece = _piece_of_row(lanes.thread() + i * _THREADS, scorer)
@@ -196,12 +197,12 @@ def _keep_queries(queries: jax.Ref, words: list[jax.Array], scorer: Scorer) -> N
     keep(queries, *words)
 
 
-def _score(scratch: dict[str, Any], step: Step, scorer: Scorer) -> None:
+def _score(scratch: dict[str, jax.Ref], step: Step, scorer: Scorer) -> None:
     ring = scorer.ring
     names = ("slots", "arrived", "page_ids", "queries", "found")
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(names), *[_SCALAR] * len(step)))
-    def score(_: Any, *arguments: Any) -> None:
+    def score(_: Context, *arguments: Memory | Value) -> None:
         slots, arrived, page_ids, queries, found = arguments[: len(names)]
         # Fresh, or the compiler keeps a register for everything that grows with the step.
         step = Step(*(lanes.fresh(lanes.scalar(x)) for x in arguments[len(names) :]))
@@ -240,7 +241,9 @@ def _write_scores(
     columns = scorer.ring.batch.columns
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR))
-    def write(_: Any, found: Any, scores: Any, request: Any, column: Any, steps: Any) -> None:
+    def write(
+        _: Context, found: Memory, scores: Memory, request: Value, column: Value, steps: Value
+    ) -> None:
         head, lane = lanes.thread() >> 5, lanes.thread() & (WARP - 1)
         row = lanes.scalar(request) * scorer.query_rows + head
         at = lane * STEP_PAGES

@@ -29,7 +29,8 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from msa_icp_jax.geometry import HEAD_DIM
 from msa_icp_jax.ops._mosaic import lanes
-from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, when, where
+from msa_icp_jax.ops._mosaic.lanes import Context, Lane, Memory, Value, Words, int32, when, where
+from msa_icp_jax.ops._mosaic.launch import ScratchTypes
 from msa_icp_jax.ops.decode_score.work_balance import (
     PER_THREAD,
     STEP_PAGES,
@@ -67,7 +68,7 @@ class PageRing:
     pitch: int
     row_offset: int
     rows: int
-    dtype: Any
+    dtype: np.dtype[Any]
     stages: int
 
     @property
@@ -85,7 +86,7 @@ class PageRing:
         """Bytes from one slot to the next: all halves of a kind start at the same bank."""
         return 2 * (self.half_bytes + HALF_SHIFT)
 
-    def scratch(self) -> dict[str, Any]:
+    def scratch(self) -> ScratchTypes:
         """Shared memory: `slots`, `arrived` (barriers) and `page_ids`, the ids of 64 steps."""
         return {
             "slots": plgpu.SMEM((STEP_PAGES * self.stages * self.slot_bytes,), jnp.uint8),
@@ -118,13 +119,13 @@ class PageRing:
         """
         _keep_ids(page_ids, ids, count)
 
-    def read_first(self, table: jax.Ref, work: Work, steps: jax.Array) -> Any:
+    def read_first(self, table: jax.Ref, work: Work, steps: jax.Array) -> jax.Array:
         """Starts to read the ids of the first `steps` steps for `copy_first`."""
         return _read_first(table, work, steps, self)
 
     def copy_first(
-        self, keys: jax.Ref, scratch: dict[str, Any], first: jax.Array, steps: jax.Array
-    ) -> Any:
+        self, keys: jax.Ref, scratch: dict[str, jax.Ref], first: jax.Array, steps: jax.Array
+    ) -> jax.Array:
         """Starts the copies of steps 0 upwards by what `read_first` returned.
 
         Returns how many steps are under way.
@@ -136,21 +137,21 @@ class PageRing:
         """Waits for the `steps` steps that `copy_first` started in this warp; all is as before."""
         _drop_first(arrived, steps, self)
 
-    def copy(self, keys: jax.Ref, scratch: dict[str, Any], count: jax.Array) -> None:
+    def copy(self, keys: jax.Ref, scratch: dict[str, jax.Ref], count: jax.Array) -> None:
         """Starts the copies of step `count`; the pages of step ``count - stages`` are done with."""
         _copy(keys, scratch, count, self)
 
 
 def _start(arrived: jax.Ref, ring: PageRing) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def start(_: Any, arrived: Any) -> None:
+    def start(_: Context, arrived: Memory) -> None:
         with when((lanes.thread() & (WARP - 1)).eq(0)):
             _make_barriers(arrived, ring)
 
     start(arrived)
 
 
-def _make_barriers(arrived: Any, ring: PageRing) -> None:
+def _make_barriers(arrived: Memory, ring: PageRing) -> None:
     """One thread's code: makes its warp's barriers."""
     for stage in range(ring.stages):
         lanes.ptx("mbarrier.init.shared.b64 [$0], 1;", barrier_of_warp(arrived, ring, stage))
@@ -161,7 +162,7 @@ def _read_ids(table: jax.Ref, work: Work, ring: PageRing) -> jax.Array:
     result = plgpu.ShapeDtypeStruct((SEGMENT_PAGES,), np.dtype(np.int32), PER_THREAD)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[_SCALAR] * 4), return_type=result)
-    def read(_: Any, table: Any, *work: Any) -> Any:
+    def read(_: Context, table: Memory, *work: Value) -> Value:
         request, length, first, steps = (lanes.scalar(x) for x in work)
         page = first * STEP_PAGES + lanes.thread()
         page_id = page_id_at(table, request, length, page, steps > 0, ring)
@@ -180,7 +181,7 @@ def _prefetch(
     ring: PageRing,
 ) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), PER_THREAD, *[_SCALAR] * 3))
-    def prefetch(_: Any, keys: Any, query: Any, ids: Any, *scalars: Any) -> None:
+    def prefetch(_: Context, keys: Memory, query: Memory, ids: Value, *scalars: Value) -> None:
         request, steps, ahead = (lanes.scalar(x) for x in scalars)
         (page_id,), thread = lanes.of_array(ids), lanes.thread()
         with when((thread < ahead * STEP_PAGES) & (page_id >= 0)):
@@ -199,23 +200,25 @@ def _prefetch(
 
 def _keep_ids(page_ids: jax.Ref, ids: jax.Array, count: jax.Array) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, _SCALAR))
-    def keep(_: Any, page_ids: Any, ids: Any, count: Any) -> None:
+    def keep(_: Context, page_ids: Memory, ids: Value, count: Value) -> None:
         at = lanes.scalar(count) * STEP_PAGES + lanes.thread()
         (Words.of(page_ids) + (at & (KEPT_IDS - 1))).store(*lanes.of_array(ids))
 
     keep(page_ids, ids, count)
 
 
-def _copy(keys: jax.Ref, scratch: dict[str, Any], count: jax.Array, ring: PageRing) -> None:
+def _copy(keys: jax.Ref, scratch: dict[str, jax.Ref], count: jax.Array, ring: PageRing) -> None:
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, _SCALAR))
-    def copy(_: Any, keys: Any, slots: Any, arrived: Any, page_ids: Any, count: Any) -> None:
-        count = lanes.scalar(count)
+    def copy(
+        _: Context, keys: Memory, slots: Memory, arrived: Memory, page_ids: Memory, count: Value
+    ) -> None:
+        number = lanes.scalar(count)
         # The reads of the slot's former page come before the writes of the copy engine.
         lanes.ptx("fence.proxy.async.shared::cta;")
         lanes.warp_barrier()
         with when((lanes.thread() & (WARP - 1)).eq(0)):
             _copy_page(
-                keys, slots, arrived, page_of_warp(page_ids, count), stage_of(count, ring), ring
+                keys, slots, arrived, page_of_warp(page_ids, number), stage_of(number, ring), ring
             )
 
     names = ("slots", "arrived", "page_ids")
@@ -227,7 +230,7 @@ def _read_first(table: jax.Ref, work: Work, steps: jax.Array, ring: PageRing) ->
     result = plgpu.ShapeDtypeStruct((SEGMENT_PAGES,), np.dtype(np.int32), PER_THREAD)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[_SCALAR] * 4), return_type=result)
-    def read(_: Any, table: Any, *scalars: Any) -> Any:
+    def read(_: Context, table: Memory, *scalars: Value) -> Value:
         request, length, first, steps = (lanes.scalar(x) for x in scalars)
         step = lanes.thread() & (WARP - 1)
         page = (first + step) * STEP_PAGES + warp_number()
@@ -238,10 +241,12 @@ def _read_first(table: jax.Ref, work: Work, steps: jax.Array, ring: PageRing) ->
 
 
 def _copy_first(
-    keys: jax.Ref, scratch: dict[str, Any], first: jax.Array, steps: jax.Array, ring: PageRing
+    keys: jax.Ref, scratch: dict[str, jax.Ref], first: jax.Array, steps: jax.Array, ring: PageRing
 ) -> None:
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 3, PER_THREAD, _SCALAR))
-    def copy(_: Any, keys: Any, slots: Any, arrived: Any, first: Any, steps: Any) -> None:
+    def copy(
+        _: Context, keys: Memory, slots: Memory, arrived: Memory, first: Value, steps: Value
+    ) -> None:
         step = lanes.thread() & (WARP - 1)
         lanes.warp_barrier()  # the barriers are ready
         with when(step < lanes.scalar(steps)):
@@ -253,7 +258,7 @@ def _copy_first(
 
 def _drop_first(arrived: jax.Ref, steps: jax.Array, ring: PageRing) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))
-    def drop(_: Any, arrived: Any, steps: Any) -> None:
+    def drop(_: Context, arrived: Memory, steps: Value) -> None:
         for stage in range(ring.stages):
             with when(lanes.scalar(steps) > stage):
                 wait_for_turn(barrier_of_warp(arrived, ring, stage), int32(0))
@@ -271,7 +276,7 @@ def _drop_first(arrived: jax.Ref, steps: jax.Array, ring: PageRing) -> None:
 
 
 def page_id_at(
-    table: Any, request: Lane, length: Lane, page: Lane, wanted: Lane, ring: PageRing
+    table: Memory, request: Lane, length: Lane, page: Lane, wanted: Lane, ring: PageRing
 ) -> Lane:
     """Id of a request's page by the table, -1 where no key is visible or it is not wanted."""
     exists = wanted & (page < lanes.minimum(ring.batch.pages_in_lane(length), ring.width))
@@ -296,7 +301,7 @@ def warp_number() -> Lane:
     return lanes.thread() >> 5
 
 
-def page_of_warp(page_ids: Any, count: Lane) -> Lane:
+def page_of_warp(page_ids: Memory, count: Lane) -> Lane:
     """Id of this warp's page in a step, -1 where no key is visible."""
     first = count * STEP_PAGES & (KEPT_IDS - 1)
     return (Words.of(page_ids) + (first + warp_number())).load()
@@ -307,26 +312,26 @@ def stage_of(count: Lane, ring: PageRing) -> Lane:
     return Lane(arith.remui(count.value, int32(ring.stages).value))
 
 
-def barrier_of_warp(arrived: Any, ring: PageRing, stage: Lane | int) -> Lane:
+def barrier_of_warp(arrived: Memory, ring: PageRing, stage: Lane | int) -> Lane:
     """Shared memory address of a stage's barrier."""
     place = Words.of(arrived) + (warp_number() * ring.stages + stage) * 2
     return Lane(place.pointer)
 
 
-def slot_of_warp(slots: Any, ring: PageRing, stage: Lane) -> Lane:
+def slot_of_warp(slots: Memory, ring: PageRing, stage: Lane) -> Lane:
     """Shared memory address of a stage's slot, as a 32-bit integer."""
     base = Lane(llvm.ptrtoint(lanes.i32(), Words.of(slots).pointer))
     return base + (warp_number() * ring.stages + stage) * ring.slot_bytes
 
 
-def page_address(keys: Any, page_id: Lane, ring: PageRing) -> Lane:
+def page_address(keys: Memory, page_id: Lane, ring: PageRing) -> Lane:
     """Global memory address of a page's first key row, as a 64-bit integer."""
     base = Lane(llvm.ptrtoint(lanes.i64(), Words.of(keys).pointer))
     return base + (page_id.to_i64() * ring.pitch + ring.row_offset) * ring.row_bytes
 
 
 def _copy_page(
-    keys: Any, slots: Any, arrived: Any, page_id: Lane, stage: Lane, ring: PageRing
+    keys: Memory, slots: Memory, arrived: Memory, page_id: Lane, stage: Lane, ring: PageRing
 ) -> None:
     """Starts the copy of a page into a stage of this warp; of none where the id is -1."""
     barrier, there = barrier_of_warp(arrived, ring, stage), page_id >= 0

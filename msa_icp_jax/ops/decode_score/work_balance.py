@@ -12,7 +12,7 @@ ones end, take small parts of the rest: fast SMs get more of them.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ from jaxlib.mlir.dialects import arith
 
 from msa_icp_jax.geometry import round_up
 from msa_icp_jax.ops._mosaic import lanes
-from msa_icp_jax.ops._mosaic.lanes import Lane, Words, int32, where
-from msa_icp_jax.ops._mosaic.launch import CTA
+from msa_icp_jax.ops._mosaic.lanes import Context, Lane, Memory, Value, Words, int32, where
+from msa_icp_jax.ops._mosaic.launch import CTA, ScratchTypes
 from msa_icp_jax.ops.decode_score import config
 
 STEP_PAGES = 4
@@ -47,7 +47,7 @@ class Batch:
     page_size: int
     columns: int
 
-    def scratch(self) -> dict[str, Any]:
+    def scratch(self) -> ScratchTypes:
         """Shared memory of a CTA: the lengths."""
         return {"kept_lengths": plgpu.SMEM((round_up(self.requests, 4 * WARP),), jnp.int32)}
 
@@ -63,13 +63,13 @@ class Batch:
         """This CTA's work of the batch among `grid`, from what `read_lengths` returned."""
         return _find_work(values, self, grid)
 
-    def pages(self, length: jax.Array) -> Any:
+    def pages(self, length: jax.Array) -> jax.Array:
         """Pages of a request of `length` tokens (a traced scalar or array)."""
         shift = self.page_size.bit_length() - 1
         # (length - 1 >> shift) + 1 is the ceiling without overflow at any int32 length.
         return jnp.minimum((jnp.maximum(length, 0) - 1 >> shift) + 1, self.columns)
 
-    def steps(self, length: jax.Array) -> Any:
+    def steps(self, length: jax.Array) -> jax.Array:
         """Steps of a request of `length` tokens."""
         return self.pages(length) + STEP_PAGES - 1 >> 2
 
@@ -120,7 +120,7 @@ def _read_lengths(lengths: jax.Ref, batch: Batch) -> list[jax.Array]:
     result = plgpu.ShapeDtypeStruct((4 * WARP,), np.dtype(np.int32), PER_THREAD)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(result,) * len(chunks))
-    def read(_: Any, lengths: Any) -> Any:
+    def read(_: Context, lengths: Memory) -> tuple[Value, ...]:
         lane = lanes.thread() & (WARP - 1)
         values = []
         for chunk in chunks:
@@ -137,7 +137,7 @@ def _keep_lengths(kept: jax.Ref, values: list[jax.Array]) -> None:
     """Every warp has all of them: warp w stores array w, w + 4 and so on."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[PER_THREAD] * len(values)))
-    def keep(_: Any, kept: Any, *values: Any) -> None:
+    def keep(_: Context, kept: Memory, *values: Value) -> None:
         warp, lane = lanes.thread() >> 5, lanes.thread() & (WARP - 1)
         for i, value in enumerate(values):
             with lanes.when(warp.eq(i % 4)):
@@ -153,7 +153,7 @@ def _find_work(lengths: list[jax.Array], batch: Batch, grid: Grid) -> Work:
         arg_types=(_SCALAR, *[PER_THREAD] * len(lengths)),
         return_type=(scalar, scalar, scalar, scalar),
     )
-    def find(_: Any, cta: Any, *lengths: Any) -> Any:
+    def find(_: Context, cta: Value, *lengths: Value) -> tuple[Value, ...]:
         lane = lanes.thread() & (WARP - 1)
         values = [x for chunk in lengths for x in lanes.of_array(chunk)]
         work = work_in_lanes(values, lanes.scalar(cta), lane, batch, grid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 from jax import lax
@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from msa_icp_jax.geometry import HEAD_DIM, cdiv
 from msa_icp_jax.ops._mosaic import lanes
-from msa_icp_jax.ops._mosaic.lanes import Lane, Words
+from msa_icp_jax.ops._mosaic.lanes import Context, Lane, Memory, Value, Words
 from msa_icp_jax.ops._mosaic.launch import (
     CTA,
     Launch,
@@ -105,7 +105,7 @@ def _kernel(
     """A CTA copies the keys of `at_once` tokens, 16 bytes a thread."""
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, plgpu.Layout.WG_SPLAT))
-    def copy(_: Any, *arguments: Any) -> None:
+    def copy(_: Context, *arguments: Memory | Value) -> None:
         *refs, first = arguments
         new_k, slots, rank, cache = (Words.of(ref) for ref in refs)
         _copy_token(new_k, slots, rank, cache, lanes.scalar(first), params)

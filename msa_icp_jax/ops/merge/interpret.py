@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,7 +20,12 @@ def no_faults(params: MergeParams) -> jax.Array:
 
 
 def merge(
-    recv: Any, counts: Any, *others: Any, shared: Any, params: MergeParams, ctas: int
+    recv: jax.Ref,
+    counts: jax.Ref,
+    *others: jax.Ref,
+    shared: jax.Ref,
+    params: MergeParams,
+    ctas: int,
 ) -> None:
     """The kernel's body on `ctas` CTAs; `others` are as the kernel has them.
 
@@ -33,7 +36,7 @@ def merge(
     faults = given.pop() if params.lasts else None
 
     @pl.loop(0, cdiv(params.rows, ctas))
-    def _(turn: Any) -> None:
+    def _(turn: jax.Array) -> None:
         row = turn * ctas + lax.axis_index(CTA)
 
         @pl.when(row < params.rows)
@@ -42,12 +45,12 @@ def merge(
 
 
 def _merge_row(
-    recv: Any,
-    counts: Any,
-    given: list[Any],
-    output: Any,
-    faults: Any,
-    row: Any,
+    recv: jax.Ref,
+    counts: jax.Ref,
+    given: list[jax.Ref],
+    output: jax.Ref,
+    faults: jax.Ref | None,
+    row: jax.Array,
     params: MergeParams,
 ) -> None:
     slot = [lax.rem(given[0][0], NUM_SLOTS)] if params.waits else []
@@ -64,7 +67,7 @@ def _merge_row(
         arrived = received[:, ROW_WORDS - 1] == READY
     best = _best_ids(received, counts[token], params)
     output[token, head] = jnp.where(arrived.all(), best, NO_BLOCK)
-    if params.lasts:
+    if faults is not None:
         faults[row] = jnp.sum(~arrived, dtype=jnp.int32)
     if params.clears:
         recv[*slot, :, head, token, ROW_WORDS - 1] = jnp.zeros(params.sources, jnp.int32)

@@ -35,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from msa_icp_jax.geometry import MAX_BLOCKS, NUM_HEADS, TOPK, Forced, cdiv
 from msa_icp_jax.ops._mosaic import lanes, peer_memory
-from msa_icp_jax.ops._mosaic.lanes import Lane, Words, i64, int32, where
+from msa_icp_jax.ops._mosaic.lanes import Context, Lane, Memory, Value, Words, i64, int32, where
 from msa_icp_jax.ops._mosaic.launch import (
     CTA,
     Launch,
@@ -365,7 +365,7 @@ def _merge_inline(
     refs = [recv, counts, output, shared, *others, *([faults] if params.lasts else [])]
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), plgpu.Layout.WG_SPLAT))
-    def merge(_: Any, *arguments: Any) -> None:
+    def merge(_: Context, *arguments: Memory | Value) -> None:
         *refs, turn = arguments
         recv, counts, output, shared, *tags = (Words.of(ref) for ref in refs)
         faults = tags.pop() if params.lasts else None
