@@ -33,7 +33,7 @@ import jaxlib
 import numpy as np
 from jax._src import xla_bridge  # no public way to ask without starting a backend
 from jax.experimental.mosaic import gpu as mosaic_gpu
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 from jaxlib.mlir import ir, passmanager
 
 from msa_icp_jax.ambient import own_mesh
@@ -171,12 +171,12 @@ def on_cpu() -> Iterator[None]:
 _backend_lock = threading.RLock()
 
 
-def _evaluate(traced: Any, *leaves: Any) -> list[Any]:
+def _evaluate(traced: Any, *leaves: jax.Array) -> list[jax.Array]:
     """Evaluates a jaxpr under jit, at once where nothing depends on an argument (on the rank)."""
     env = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
     env.update(zip(traced.jaxpr.invars, leaves, strict=True))
 
-    def value(x: Any) -> Any:
+    def value(x: Literal | Var) -> Any:
         return x.val if isinstance(x, Literal) else env[x]
 
     for eqn in traced.jaxpr.eqns:
@@ -194,9 +194,9 @@ def _evaluate(traced: Any, *leaves: Any) -> list[Any]:
 class _Reader:
     """Reads the block of a lowered function."""
 
-    def __init__(self, block: Any) -> None:
+    def __init__(self, block: ir.Block) -> None:
         self._operations = list(block.operations)
-        self._known: list[tuple[Any, Source]] = [
+        self._known: list[tuple[ir.Value, Source]] = [
             (value, Argument(i)) for i, value in enumerate(block.arguments)
         ]
         self._steps: list[Step] = []
@@ -209,7 +209,7 @@ class _Reader:
         returned = tuple(self._source(value) for value in self._operations[-1].operands)
         return Lowered(tuple(self._steps), tuple(self._scratch), returned)
 
-    def _read_kernel(self, op: Any) -> None:
+    def _read_kernel(self, op: ir.OpView) -> None:
         aliases = _aliases(op)
         operands = [
             self._filled(value) if i in aliases.values() else self._source(value)
@@ -223,7 +223,7 @@ class _Reader:
         module = op.attributes["mhlo.backend_config"]["module"].value_bytes
         self._steps.append(Kernel(module, (*operands, *results)))
 
-    def _source(self, value: Any) -> Source:
+    def _source(self, value: ir.Value) -> Source:
         for known, source in self._known:
             if known == value:
                 return source
@@ -236,7 +236,7 @@ class _Reader:
         self._known.append((value, source))
         return source
 
-    def _computed(self, op: Any, result: jax.ShapeDtypeStruct) -> Source:
+    def _computed(self, op: ir.Operation, result: jax.ShapeDtypeStruct) -> Source:
         """The source of a value made outside the kernels."""
         if op.name == "stablehlo.constant":
             return Constant(_constant(op, result))
@@ -262,7 +262,7 @@ class _Reader:
         self._steps.append(Copy(source, scratch))
         return scratch
 
-    def _filled(self, value: Any) -> Source:
+    def _filled(self, value: ir.Value) -> Source:
         """The source of a buffer that a kernel writes: a constant one is filled each time."""
         source = self._source(value)
         if not isinstance(source, Constant):
@@ -279,12 +279,12 @@ class _Reader:
         return Scratch(len(self._scratch) - 1)
 
 
-def _is_kernel(op: Any) -> bool:
+def _is_kernel(op: ir.OpView) -> bool:
     name = op.operation.name
     return name == "stablehlo.custom_call" and _TARGET in str(op.attributes["call_target_name"])
 
 
-def _aliases(op: Any) -> dict[int, int]:
+def _aliases(op: ir.OpView) -> dict[int, int]:
     """The operand that each result written in place is."""
     found = {}
     if "output_operand_aliases" in op.attributes:
@@ -297,7 +297,7 @@ def _aliases(op: Any) -> dict[int, int]:
     return found
 
 
-def _is_copy(op: Any, inputs: list[Source]) -> bool:
+def _is_copy(op: ir.Operation, inputs: list[Source]) -> bool:
     """Whether an op pads its operand with zeros at the end, or converts it."""
     if isinstance(inputs[0], Constant):
         return False
@@ -314,7 +314,7 @@ def _is_copy(op: Any, inputs: list[Source]) -> bool:
     return only_behind and isinstance(zero, Constant) and not zero.value.astype(np.float32).any()
 
 
-def _constant(op: Any, result: jax.ShapeDtypeStruct) -> np.ndarray:
+def _constant(op: ir.Operation, result: jax.ShapeDtypeStruct) -> np.ndarray:
     value = op.attributes["value"]
     if value.is_splat:
         element = value.get_splat_value().value
@@ -322,7 +322,7 @@ def _constant(op: Any, result: jax.ShapeDtypeStruct) -> np.ndarray:
     return np.array(value).astype(result.dtype).reshape(result.shape)
 
 
-def _fold(op: Any, inputs: list[Source], result: jax.ShapeDtypeStruct) -> np.ndarray:
+def _fold(op: ir.Operation, inputs: list[Source], result: jax.ShapeDtypeStruct) -> np.ndarray:
     """The value of a constant in another shape or dtype."""
     value = inputs[0].value if isinstance(inputs[0], Constant) else None
     match op.name:
@@ -333,7 +333,7 @@ def _fold(op: Any, inputs: list[Source], result: jax.ShapeDtypeStruct) -> np.nda
     raise Unlaunchable(f"{op.name} of constants is no kernel")
 
 
-def _struct(tensor: Any) -> jax.ShapeDtypeStruct:
+def _struct(tensor: ir.Type) -> jax.ShapeDtypeStruct:
     shaped = ir.ShapedType(tensor)
     element = str(shaped.element_type)
     if element not in _DTYPES:
@@ -357,7 +357,7 @@ def unavailable() -> str | None:
 
 
 @functools.cache
-def _plugin() -> Any:
+def _plugin() -> ctypes.CDLL:
     """The CUDA plugin's library."""
     for version in ("13", "12"):
         plugin, kernels = f"jax_plugins.xla_cuda{version}", f"jax_cuda{version}_plugin"
@@ -386,11 +386,13 @@ def _folder(module: str) -> Path | None:
 # void launch(kernel, stream, addresses); the interpreter's lock is released meanwhile.
 _LAUNCHER = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
+type Launcher = Callable[..., object]  # a `_LAUNCHER`, or what runs in place of a kernel
+
 _compile_lock = threading.Lock()
-_compiled: dict[bytes, tuple[Any, int]] = {}
+_compiled: dict[bytes, tuple[Launcher, int]] = {}
 
 
-def compile_kernel(module: bytes) -> tuple[Any, int]:
+def compile_kernel(module: bytes) -> tuple[Launcher, int]:
     """(launcher, kernel) of a Mosaic module, in this thread's current CUDA context."""
     with _compile_lock:
         if module not in _compiled:
@@ -411,7 +413,7 @@ class BoundStep(NamedTuple):
       arguments: the buffers' addresses, a ctypes array; None: the step is another.
     """
 
-    launcher: Any
+    launcher: Launcher
     kernel: int | None = None
     address: int | None = None
     arguments: Any = None
@@ -423,7 +425,7 @@ class BoundStep(NamedTuple):
         return bound_kernel(self.launcher, self.kernel, arguments)
 
 
-def bound_kernel(launcher: Any, kernel: Any, arguments: Any) -> BoundStep:
+def bound_kernel(launcher: Launcher, kernel: int | None, arguments: Any) -> BoundStep:
     """A kernel's launch; it takes the array's address, which ctypes passes on sooner."""
     return BoundStep(launcher, kernel, ctypes.addressof(arguments), arguments)
 
