@@ -135,15 +135,15 @@ def run(kernel: Any, query: Any, shard: Shard, *arrays: Any, **options: Any) -> 
 
 
 SCORE_CASES = [
-    # shard, pitch, columns, sm_scale, initialize, ctas, precision, index_dtype
+    # shard, pitch, columns, sm_scale, initialize, ctas, form ("long" is fast, too), index_dtype
     pytest.param(oracle.Shard(1, 4, 128), 32, 15, 1.0, True, 5, "fast", _FLOAT8, id="w4-p128"),
     pytest.param(
-        oracle.Shard(2, 4, 128, 8), 48, 16, -0.5, False, 2, "fast", _FLOAT8, id="w4-p128-compound"
+        oracle.Shard(2, 4, 128, 8), 48, 16, -0.5, False, 2, "long", _FLOAT8, id="w4-p128-compound"
     ),
     pytest.param(
         oracle.Shard(1, 2, 128), 64, 4, 1.0, True, 3, "exact", _FLOAT8, id="w2-p128-narrow-exact"
     ),
-    pytest.param(oracle.Shard(0, 2, 256), 128, 10, 0.25, False, 3, "fast", _FLOAT8, id="w2-p256"),
+    pytest.param(oracle.Shard(0, 2, 256), 128, 10, 0.25, False, 3, "long", _FLOAT8, id="w2-p256"),
     pytest.param(oracle.Shard(1, 4, 128), 32, 15, 1.0, True, 5, "fast", _BF16, id="w4-p128-bf16"),
     pytest.param(
         oracle.Shard(1, 2, 256, 8), 144, 10, -0.5, False, 2, "exact", _BF16, id="w2-p256-bf16"
@@ -152,12 +152,13 @@ SCORE_CASES = [
 
 
 @pytest.mark.parametrize(
-    ("shard", "pitch", "columns", "sm_scale", "initialize", "ctas", "precision", "index_dtype"),
+    ("shard", "pitch", "columns", "sm_scale", "initialize", "ctas", "form", "index_dtype"),
     SCORE_CASES,
 )
 def test_scores_are_the_contract(
-    shard, pitch, columns, sm_scale, initialize, ctas, precision, index_dtype
+    monkeypatch, shard, pitch, columns, sm_scale, initialize, ctas, form, index_dtype
 ):
+    monkeypatch.setattr(config, "LONG_STEPS", 0 if form == "long" else float("inf"))
     given = make_inputs(WINDOW, shard, pitch, index_dtype)
     before = np.full((WINDOW.tokens + 3, 4, columns), _UNTOUCHED, np.float32)
     actual = run(
@@ -167,7 +168,7 @@ def test_scores_are_the_contract(
         before,
         sm_scale=sm_scale,
         initialize=initialize,
-        launch=race_free.interpreter(ctas, False, precision),
+        launch=race_free.interpreter(ctas, False, "exact" if form == "exact" else "fast"),
     )
     plane = reference(WINDOW, given, columns, shard, sm_scale=sm_scale, initialize=initialize)
     oracle.check_scores(actual, before, plane, eps=0.0)
@@ -264,7 +265,7 @@ QUICK_WINDOW = Window([5, 4], [6000, 0], [6005, 4], tail=1)
 @pytest.mark.parametrize(("shard", "begin", "end", "first"), QUICK_CASES)
 def test_negative_scores_that_cannot_win_are_no_matter(monkeypatch, shard, begin, end, first):
     """Integer maxima: other negative scores, but the same rows."""
-    monkeypatch.setitem(config.CONFIGS, "fast", replace(config.FAST, min_quick_steps=0))
+    monkeypatch.setattr(config, "LONG_STEPS", 0)
     window, rng = QUICK_WINDOW, np.random.default_rng(3)
     given = make_inputs(window, shard, shard.rows)
     table = np.resize(rng.permutation(_PAGES), given.table.shape[1])

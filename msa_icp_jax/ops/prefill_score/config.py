@@ -3,16 +3,20 @@
 One CTA of 64 query tokens takes a whole SM, so nothing else competes for either. Measured on an
 H200 at 8,192 tokens and contexts of 32K and 128K:
 
-* Key slots: 8, 6, 5 and 4 took the same time. There are as many as fit: they bridge the time that
-  block-table entries take to arrive.
+* Key slots bridge the time that block-table entries take to arrive; alone the scorer took the same
+  time with 8, 6, 5 and 4. With up to 5 (fp8) a select behind it has more of the SM as its cache:
+  score and select took 0.93 of the time with 6 for eight segments of 16K to 256K, 0.98 at 128K and
+  for 2,048 tokens at 128K (4 ranks). With 3 it took 0.97 there, and the same with 4 ranks at 32K,
+  but up to 1.01 with 2 ranks, which have 5.
 * Two query slots let the next piece's queries come while the present one is worked on. bfloat16
   has room for one beside five key slots, or for two beside three: the former took 0.93 of the
   latter's time at 32K (4 ranks), 1.00 with 2 ranks, 1.02 in a window of eight segments of 16K to
   256K.
 * Four consumers of 64 query rows hide what they do behind each other's products better than two of
   128. Beside a converter they lack registers; bfloat16 took 1.01 to 1.03 of the time with four.
-* Integer maxima took 0.93 to 0.99 of the float ones' time from 53 steps a CTA on (32K, 4 ranks)
-  and 1.07 to 1.08 at 8 and 16 (8K, 4 and 2 ranks): taken from 30 on.
+* Integer maxima and staged columns took 0.93 to 0.99 of the time from 53 steps a CTA on (32K, 4
+  ranks) and 1.07 to 1.08 at 8 and 16 (8K, 4 and 2 ranks): a window is *short* below 30. With float
+  maxima and columns stored step by step score and select took 0.93 and 0.99 there.
 * Registers: a consumer's products are 64 a thread for each 64 rows. The producer's warps need few.
 * bfloat16 takes float maxima: products take twice as long, behind which all maxima fit, and
   inf - inf makes NaN of single products, which `maxima.quick_maxima` does not look for. Nor is
@@ -44,7 +48,7 @@ class Config:
       raw_slots: key steps held that wait to be converted to float16; 0: keys are multiplied as they
         are.
       staged_columns: columns of the plane that are gathered before they are stored, 0: none.
-      min_quick_steps: steps a CTA, at most, from which integer maxima are taken where they do.
+      quick: whether integer maxima are taken where they do.
       registers: of a thread of the consumers, of the producer, and of the converter if there is
         one.
     """
@@ -54,7 +58,7 @@ class Config:
     key_slots: int
     raw_slots: int
     staged_columns: int
-    min_quick_steps: float
+    quick: bool
     registers: tuple[int, ...]
 
     @property
@@ -77,19 +81,21 @@ class Config:
 FAST = Config(
     consumers=4,
     query_slots=2,
-    key_slots=7,
+    key_slots=5,
     raw_slots=0,
     staged_columns=32,
-    min_quick_steps=30,
+    quick=True,
     registers=(112, 32),
 )
+FOUR_PAGES = dataclasses.replace(FAST, key_slots=3)
+SHORT = dataclasses.replace(FAST, staged_columns=0, quick=False)
 EXACT = Config(
     consumers=2,
     query_slots=1,
     key_slots=3,
     raw_slots=3,
     staged_columns=0,
-    min_quick_steps=float("inf"),
+    quick=False,
     registers=(184, 40, 104),
 )
 BFLOAT16 = Config(
@@ -98,12 +104,25 @@ BFLOAT16 = Config(
     key_slots=5,
     raw_slots=0,
     staged_columns=0,
-    min_quick_steps=float("inf"),
+    quick=False,
     registers=(232, 40),
 )
-CONFIGS = {"fast": FAST, "exact": EXACT, "bfloat16": BFLOAT16}
+LONG_STEPS = 30  # of a CTA, at most, from which a window is not short
 
 
-def config_of(dtype: Any, precision: str) -> Config:
-    """The form for index keys of a type; sums of bfloat16 products are exact in any precision."""
-    return CONFIGS["bfloat16" if dtype == jnp.bfloat16 else precision]
+def config_of(dtype: Any, precision: str, steps: float, pages: int) -> Config:
+    """The form for index keys of a type; sums of bfloat16 products are exact in any precision.
+
+    Args:
+      dtype: of queries and keys.
+      precision: "fast" or "exact".
+      steps: of a CTA, at most.
+      pages: of a step.
+    """
+    if dtype == jnp.bfloat16:
+        return BFLOAT16
+    if precision == "exact":
+        return EXACT
+    if steps < LONG_STEPS:
+        return SHORT
+    return FOUR_PAGES if pages == 4 else FAST

@@ -81,7 +81,7 @@ def prefill_scores(
     """
     steps = _steps_of(shard, q, max_score)
     hidden = "all" if initialize else "none"
-    config = config_of(q.dtype, launch.precision)
+    config = _config_of(q, steps, plan, launch)
     plane = Plane(steps.step_pages, steps.columns, sm_scale, hidden, staged=config.staged_columns)
     counts = _work_of(plan).tile_of  # not looked at
     inputs = q, shard, block_table, plan, counts
@@ -110,15 +110,13 @@ def candidate_scores(
       others: as for `prefill_scores`.
     """
     steps = _steps_of(shard, q, max_score)
-    config = config_of(q.dtype, launch.precision)
-    all_steps = cdiv(steps.tokens, TILE_TOKENS) * cdiv(steps.columns, steps.pages)
-    quick = all_steps >= config.min_quick_steps * _work_of(plan).ranges.shape[0]
+    config = _config_of(q, steps, plan, launch)
     plane = Plane(
         steps.step_pages,
         steps.columns,
         1.0,
         "candidates",
-        forced if quick else None,
+        forced if config.quick else None,
         config.staged_columns,
     )
     inputs = q, shard, block_table, plan, num_valid_pages
@@ -204,6 +202,12 @@ def _steps_of(
 ) -> _Steps:
     layout = shard.world_size, shard.page_size, shard.row_offset
     return _Steps(*layout, q.shape[0], max_score.shape[2])
+
+
+def _config_of(q: jax.Array, steps: _Steps, plan: MSAIcpScorePlan, launch: Launch) -> Config:
+    all_steps = cdiv(steps.tokens, TILE_TOKENS) * cdiv(steps.columns, steps.pages)
+    steps_of_cta = all_steps / _work_of(plan).ranges.shape[0]
+    return config_of(q.dtype, launch.precision, steps_of_cta, steps.pages)
 
 
 def _rank_scalars(shard: Shard) -> Int32[Array, " 2"]:
