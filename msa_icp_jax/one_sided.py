@@ -39,6 +39,7 @@ def select_and_publish(
     slot: int | Int32[Array, ""],
     tagged: bool,
     enable_pdl: bool,
+    spin_limit: int = SPIN_LIMIT,
 ) -> MSAIcpComm:
     """Selects the candidates of every (token, head) and stores their rows at the owners.
 
@@ -51,6 +52,7 @@ def select_and_publish(
       slot: running count of calls.
       tagged: whether rows are tagged.
       enable_pdl: let the launch overlap the scorer's end.
+      spin_limit: looks at a peer's flag before it is given up.
 
     Returns:
       comm, with a flag that stayed up counted in `errors`, or the publish counters advanced.
@@ -63,7 +65,7 @@ def select_and_publish(
     advanced = kernel.select_and_publish_rows(
         scores,
         num_valid_pages,
-        _peers(comm, geometry, rank, slot, tagged),
+        _peers(comm, geometry, rank, slot, tagged, spin_limit),
         counters,
         candidates,
         current_launch(enable_pdl),
@@ -100,7 +102,7 @@ def merge_published(
 
     counters = kernel.Generations(comm.publish_generations, comm.expected_generations)
     output, errors, advanced = kernel.merge_rows_at_address(
-        _peers(comm, geometry, rank, slot, tagged),
+        _peers(comm, geometry, rank, slot, tagged, SPIN_LIMIT),
         num_valid_pages,
         output,
         comm.errors,
@@ -120,8 +122,9 @@ def _peers(
     rank: int | Int32[Array, ""],
     slot: int | Int32[Array, ""],
     tagged: bool,
+    spin_limit: int,
 ) -> Peers:
     from msa_icp_jax.ops._mosaic.peer_rows import Peers
 
     bases = comm.tagged_recv_bases if tagged else comm.recv_bases
-    return Peers(bases, rank, slot, geometry.max_decode_tokens, tagged, SPIN_LIMIT)
+    return Peers(bases, rank, slot, geometry.max_decode_tokens, tagged, spin_limit)

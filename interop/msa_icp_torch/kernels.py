@@ -18,18 +18,18 @@ from msa_icp_jax import (
     IndexerGeometry,
     MSAIcpIndexerPlan,
     MSAIcpScorePlan,
-    msa_icp_decode_index_score_sharded,
+    one_sided,
     rows,
 )
 from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, NUM_SLOTS, TOPK
+from msa_icp_jax.ops import decode_score, select
 from msa_icp_jax.ops._mosaic import aot
 from msa_icp_jax.ops._mosaic.aot import Lowered
-from msa_icp_jax.ops._mosaic.launch import Launch, Target, building_for
-from msa_icp_jax.ops._mosaic.peer_rows import Peers
-from msa_icp_jax.ops.arguments import Candidates
-from msa_icp_jax.ops.merge import kernel as merge
+from msa_icp_jax.ops._mosaic.launch import Target, building_for
+from msa_icp_jax.ops.arguments import Candidates, Shard
+from msa_icp_jax.ops.merge import merge_in_slot
 from msa_icp_jax.ops.prefill_plan.balance import prefill_work
-from msa_icp_jax.ops.select import kernel as select
+from msa_icp_torch.programs import comm_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,22 +54,6 @@ class Facts:
         """The plan's rank."""
         assert self.plan.rank is not None
         return self.plan.rank
-
-    @property
-    def scorer(self) -> dict[str, Any]:
-        """Options of every scorer."""
-        return {
-            "rank": self.rank,
-            "precision": self.plan.precision,
-            "row_offset": self.geometry.row_offset,
-            "backend": "mosaic",
-        }
-
-    @property
-    def candidates(self) -> Candidates:
-        """What the columns of a score plane are to every select."""
-        geometry = self.geometry
-        return Candidates(geometry.forced, geometry.index_scale, geometry.index_offset(self.rank))
 
     def received(self, tokens: int) -> jax.ShapeDtypeStruct:
         """Rows by source or by owner."""
@@ -142,25 +126,16 @@ class Batch:
             _array(self.requests),
         )
 
-    def options(self, facts: Facts, pdl: bool) -> dict[str, Any]:
-        """Options of the decode scorers."""
-        return {
-            "world_size": facts.geometry.world_size,
-            "page_size": facts.geometry.page_size,
-            "decode_query_len": self.query_len,
-            "enable_pdl": pdl,
-            **facts.scorer,
-        }
-
 
 @functools.cache
 def decode_scores(facts: Facts, batch: Batch, pdl: bool) -> Lowered:
     """``(index_q, index_k, block_table, seq_lens, scores)``; scores are written."""
-    most = facts.geometry.max_decode_query_len
-    options = {"max_decode_query_len": most, **batch.options(facts, pdl)}
+    geometry = facts.geometry
+    layout = geometry.world_size, geometry.page_size, geometry.row_offset
 
-    def run(*arrays: Any) -> Any:
-        return msa_icp_decode_index_score_sharded(*arrays, **options)
+    def run(query: Any, keys: Any, *others: Any) -> Any:
+        shard = Shard(keys, facts.rank, *layout)
+        return decode_score.decode_scores(query, shard, *others, enable_pdl=pdl, backend="mosaic")
 
     return facts.lower(run, *batch.arrays(facts), facts.plane(batch.tokens))
 
@@ -190,17 +165,28 @@ def select_and_publish_rows(
     written.
     """
     geometry = facts.geometry
-    capacity = geometry.max_decode_tokens
+
+    names = ("recv_bases", "errors")
+    if tagged:
+        names = ("tagged_recv_bases", "publish_generations")
 
     def run(scores: Any, counts: Any, bases: Any, slot: Any, counters: Any) -> Any:
-        peers = Peers(bases, facts.rank, slot, capacity, tagged, spin_limit)
-        how = Launch(facts.target, pdl)
-        return select.select_and_publish_rows(
-            scores, counts, peers, counters, facts.candidates, how
+        comm = one_sided.select_and_publish(
+            scores,
+            counts,
+            comm_of(facts.plan, dict(zip(names, (bases, counters), strict=True))),
+            geometry=geometry,
+            rank=facts.rank,
+            slot=slot,
+            tagged=tagged,
+            enable_pdl=pdl,
+            spin_limit=spin_limit,
         )
+        return getattr(comm, names[1])
 
     scored = (facts.plane(tokens), _array(tokens))
-    counters = _array(NUM_SLOTS, NUM_HEADS, capacity) if tagged else _array(1)
+    generations = _array(NUM_SLOTS, NUM_HEADS, geometry.max_decode_tokens)
+    counters = generations if tagged else _array(1)
     return facts.lower(run, *scored, _array(geometry.world_size, 2), _array(1), counters)
 
 
@@ -213,15 +199,12 @@ def merge_rows(facts: Facts, tokens: int, tagged: bool, pdl: bool, spin_limit: i
     geometry = facts.geometry
 
     def run(recv: Any, counts: Any, slot: Any, output: Any, errors: Any, *expected: Any) -> Any:
-        return merge.merge_arriving_rows(
-            recv,
-            counts,
-            output,
-            errors,
-            expected[0] if expected else None,
-            geometry.forced,
-            Launch(facts.target, pdl),
+        return merge_in_slot(
+            *(recv, counts, output, errors, expected[0] if expected else None),
             slot=slot,
+            forced=geometry.forced,
+            enable_pdl=pdl,
+            backend="mosaic",
             spin_limit=spin_limit,
         )
 
@@ -288,10 +271,14 @@ def prefill_local(facts: Facts, window: Window, carrier_tokens: int, fused: bool
 @functools.cache
 def prefill_select(facts: Facts, tokens: int, carrier_tokens: int) -> Lowered:
     """``(score_scratch, num_valid_pages, carrier)``, of a window that has no segment."""
+    geometry = facts.geometry
+    offset = geometry.index_offset(facts.rank)
+    candidates = Candidates(geometry.forced, geometry.index_scale, offset)
 
     def run(scores: Any, counts: Any, carrier: Any) -> Any:
-        how = Launch(facts.target, pdl=True)
-        return select.select_rows(scores, counts, carrier, None, facts.candidates, how)
+        return select.select_rows(
+            scores, counts, carrier, None, candidates, enable_pdl=True, backend="mosaic"
+        )
 
     carrier = _array(NUM_HEADS, carrier_tokens, rows.ROW_WORDS)
     return facts.lower(run, facts.plane(tokens), _array(tokens), carrier)

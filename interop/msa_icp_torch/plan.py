@@ -13,6 +13,7 @@ import torch.distributed as dist
 import msa_icp_jax
 from msa_icp_jax import IndexerGeometry, MSAIcpScorePlan, checks
 from msa_icp_jax.geometry import MAX_INT32, NUM_SLOTS
+from msa_icp_jax.one_sided import SPIN_LIMIT
 from msa_icp_jax.typing import Backend, IndexDtype, Precision, ResolvedRoute, Route
 from msa_icp_torch import calls, exchange
 from msa_icp_torch.arguments import Arguments
@@ -21,8 +22,6 @@ from msa_icp_torch.calls import DecodeCall, PrefillCall
 from msa_icp_torch.comm import MSAIcpComm, check_class, check_comm, is_one_sided
 from msa_icp_torch.dlpack import DlpackRoute
 from msa_icp_torch.routes import choose_route, direct_route
-
-SPIN_LIMIT = 1 << 26  # looks at a row before a one-sided wait gives up
 
 _LOGGER = logging.getLogger("msa_icp_torch")
 

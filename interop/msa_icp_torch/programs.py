@@ -40,7 +40,7 @@ def decode_local(
             seq_lens,
             num_valid_pages,
             scores,
-            comm=_comm(plan, parts),
+            comm=comm_of(plan, parts),
             slot=slot,
             tagged=tagged,
             decode_query_len=query_len,
@@ -65,7 +65,7 @@ def decode_merge(plan: MSAIcpIndexerPlan, tagged: bool, enable_pdl: bool, donate
             mark_rows(received, slot, -1),
             num_valid_pages,
             output,
-            comm=_comm(plan, parts),
+            comm=comm_of(plan, parts),
             slot=slot,
             tagged=tagged,
             enable_pdl=enable_pdl,
@@ -82,7 +82,7 @@ def storage_parts(tagged: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return (), ("recv", "errors")
 
 
-def _comm(plan: MSAIcpIndexerPlan, parts: dict[str, jax.Array]) -> MSAIcpComm:
+def comm_of(plan: MSAIcpIndexerPlan, parts: dict[str, jax.Array]) -> MSAIcpComm:
     """Storage that has these parts; nothing looks at the others, so no program makes them."""
     geometry = plan.geometry
     nothing = MSAIcpComm.zeros(geometry.world_size, geometry.max_decode_tokens)

@@ -164,8 +164,9 @@ def merge_in_slot(
     forced: Forced,
     enable_pdl: bool,
     backend: Backend,
+    spin_limit: int = 1,
 ) -> MSAIcpMerge:
-    """`msa_icp_merge_candidates` of a slot of whole storage, all of whose rows are there.
+    """`msa_icp_merge_candidates` of a slot of whole storage.
 
     The kernel finds the slot itself, so that no slot is copied out and in. Arguments are taken as
     checked.
@@ -179,6 +180,7 @@ def merge_in_slot(
       expected_generations: int32 [3, hpr, C].
       slot: in [0, 3).
       forced: blocks that always win.
+      spin_limit: looks at a row before it is given up; 1 where all rows are there. XLA takes one.
       others: as for `msa_icp_merge_candidates`.
 
     Returns:
@@ -196,7 +198,7 @@ def merge_in_slot(
             *(recv, num_valid_pages, output, errors, expected_generations, forced),
             current_launch(enable_pdl),
             slot=slot,
-            spin_limit=1,  # one look: nothing is on its way
+            spin_limit=spin_limit,
         )
         return MSAIcpMerge(output, recv, expected_generations, errors)
     tags = None
