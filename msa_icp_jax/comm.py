@@ -199,7 +199,9 @@ class MSAIcpComm:
         )
 
     @classmethod
-    def tree_unflatten(cls, one_sided: bool, children: Sequence[Any]) -> MSAIcpComm:
+    def tree_unflatten(
+        cls, one_sided: bool, children: Sequence[Int32[Array, "*shape"]]
+    ) -> MSAIcpComm:
         """A comm of these arrays, or of what stands in their places."""
         elsewhere: Any = (NO_ROWS, NO_ROWS) if one_sided else ()
         return cls(*elsewhere, *children)
@@ -321,7 +323,7 @@ def free_comm(comm: Any) -> None:
         raise TypeError(f"comm must be an MSAIcpComm, got {type(comm).__name__}")
     jax.block_until_ready(comm)  # no kernel of ours is still at work in it
     if comm.is_one_sided:
-        devices: list[Any] = [*comm.recv_bases.sharding.device_set]
+        devices: list[jax.Device] = [*comm.recv_bases.sharding.device_set]
         devices.sort(key=lambda device: device.id)
         own = [_own_address(shard) for shard in comm.recv_bases.addressable_shards]
         for address in own:
@@ -333,7 +335,7 @@ def free_comm(comm: Any) -> None:
         array.delete()
 
 
-def _own_address(shard: Any) -> int:
+def _own_address(shard: jax.Shard) -> int:
     """The address of its own storage in a device's part [W, 2] of the bases."""
     rank = (shard.index[0].start or 0) // shard.data.shape[0]
     own: np.ndarray = np.ascontiguousarray(shard.data)[rank]
@@ -351,7 +353,7 @@ def exchange(message: Int32[Array, "W hpr T *row"], axis_name: str) -> Int32[Arr
 
 
 def exchange_in_slot(
-    message: Int32[Array, "W hpr T *row"], slot: Any, axis_name: str
+    message: Int32[Array, "W hpr T *row"], slot: int | Int32[Array, ""], axis_name: str
 ) -> Int32[Array, "W hpr T *row"]:
     """`exchange` of one call's rows, legacy or tagged, marked with the call on their way.
 
@@ -363,7 +365,7 @@ def exchange_in_slot(
 
 
 def mark_rows(
-    sent: Int32[Array, "W hpr T *row"], slot: Any, sign: int
+    sent: Int32[Array, "W hpr T *row"], slot: int | Int32[Array, ""], sign: int
 ) -> Int32[Array, "W hpr T *row"]:
     """Adds the call's mark to the flag of legacy rows, the generations of tagged ones.
 
@@ -376,7 +378,7 @@ def mark_rows(
     return sent + jnp.broadcast_to(marks, sent.shape)
 
 
-def mark_of(slot: Any, tokens: int, tagged: bool) -> Any:
+def mark_of(slot: int | Int32[Array, ""], tokens: int, tagged: bool) -> Any:
     """What is added to flags or tags on their way, an int32; as a Python int where `slot` is one.
 
     Args:
@@ -396,7 +398,9 @@ def _wrapped(number: int) -> int:
 
 
 def store_legacy(
-    recv: Int32[Array, "3 W hpr C 33"], slot: Any, received: Int32[Array, "W hpr T *row"]
+    recv: Int32[Array, "3 W hpr C 33"],
+    slot: int | Int32[Array, ""],
+    received: Int32[Array, "W hpr T *row"],
 ) -> Int32[Array, "3 W hpr C 33"]:
     """Stores received rows [W, hpr, T, 33] into slot `slot` of recv [3, W, hpr, C, 33].
 
@@ -413,7 +417,9 @@ def store_legacy(
 
 
 def store_tagged(
-    tagged_recv: Int32[Array, "3 W hpr C 32 2"], slot: Any, received: Int32[Array, "W hpr T *row"]
+    tagged_recv: Int32[Array, "3 W hpr C 32 2"],
+    slot: int | Int32[Array, ""],
+    received: Int32[Array, "W hpr T *row"],
 ) -> Int32[Array, "3 W hpr C 32 2"]:
     """Stores received tagged rows [W, hpr, T, 32, 2] into slot `slot` of the storage."""
     tagged_recv = vary_as(tagged_recv, received)
@@ -421,7 +427,10 @@ def store_tagged(
 
 
 def store_in_slot(
-    comm: MSAIcpComm, slot: Any, received: Int32[Array, "W hpr T *row"], tagged: bool
+    comm: MSAIcpComm,
+    slot: int | Int32[Array, ""],
+    received: Int32[Array, "W hpr T *row"],
+    tagged: bool,
 ) -> MSAIcpComm:
     """The storage with the rows of a collective in one slot."""
     if tagged:

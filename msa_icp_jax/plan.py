@@ -966,7 +966,9 @@ class MSAIcpIndexerPlan:
             )
         return comm is not None
 
-    def _one_sided_options(self, slot: Any, tagged: bool, enable_pdl: bool) -> dict[str, Any]:
+    def _one_sided_options(
+        self, slot: int | Int32[Array, ""], tagged: bool, enable_pdl: bool
+    ) -> dict[str, Any]:
         return {
             "geometry": self.geometry,
             "rank": self._rank(),
@@ -981,7 +983,7 @@ class MSAIcpIndexerPlan:
         layout = geometry.world_size, geometry.page_size, geometry.row_offset
         return Shard(index_k, self._rank(), *layout)
 
-    def _rank(self) -> Any:
+    def _rank(self) -> int | Int32[Array, ""]:
         """The fixed rank, or the position on the icp axis as a traced scalar."""
         if self.rank is not None:
             return self.rank
@@ -1040,7 +1042,9 @@ class MSAIcpIndexerPlan:
             checks.array("scores", scores, jnp.float32, AtLeast(tokens), NUM_HEADS, columns)
         return tokens
 
-    def _check_exchange(self, comm: Any, slot: Any, tagged: Any, enable_pdl: Any) -> Any:
+    def _check_exchange(
+        self, comm: Any, slot: Any, tagged: Any, enable_pdl: Any
+    ) -> int | Int32[Array, ""]:
         """Checks how decode's rows travel; returns the slot, mod 3 unless they go one-sidedly."""
         is_one_sided = self._is_one_sided(comm)
         slot = checks.index("slot", slot, MAX_INT32 + 1) if is_one_sided else check_slot(slot)

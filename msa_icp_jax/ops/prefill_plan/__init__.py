@@ -20,7 +20,7 @@ from msa_icp_jax import checks, geometry
 from msa_icp_jax.ambient import check_unsplit
 from msa_icp_jax.backend import resolve_backend
 from msa_icp_jax.geometry import BLOCK_SIZE, MAX_INT32, MAX_TOKENS, cdiv
-from msa_icp_jax.ops.prefill_plan.namespace import Namespace
+from msa_icp_jax.ops.prefill_plan.namespace import AnyArray, Namespace
 from msa_icp_jax.typing import Backend
 
 if TYPE_CHECKING:
@@ -189,16 +189,18 @@ def msa_icp_index_score_sharded_plan_device(
 
 
 def within(
-    starts: Any,
-    qo_lens: Any,
-    kv_lens: Any,
-    qo_offset: Any,
+    starts: Int32[AnyArray, " B"],
+    qo_lens: Int32[AnyArray, " B"],
+    kv_lens: Int32[AnyArray, " B"],
+    qo_offset: Int32[AnyArray, " B"],
     *,
     total_q: int,
     max_query_len: int,
     max_seq_len: int,
     xp: Namespace,
-) -> tuple[Any, Any, Any, Any]:
+) -> tuple[
+    Int32[AnyArray, " B"], Int32[AnyArray, " B"], Int32[AnyArray, " B"], Int32[AnyArray, " B"]
+]:
     """A plan's four leaves, arrays of xp, from int32 [B] ones that may hold anything."""
     starts = xp.clip(starts, 0, total_q)
     return (
@@ -209,7 +211,9 @@ def within(
     )
 
 
-def visible_blocks(plan: MSAIcpScorePlan, num_tokens: int | None, xp: Namespace) -> Any:
+def visible_blocks(
+    plan: MSAIcpScorePlan, num_tokens: int | None, xp: Namespace
+) -> Int32[AnyArray, " tokens"]:
     """`MSAIcpScorePlan.num_valid_pages` of a plan whose leaves are arrays of xp."""
     row = xp.arange(plan.total_q if num_tokens is None else num_tokens, dtype=xp.int32)
     if plan.num_segments == 0:

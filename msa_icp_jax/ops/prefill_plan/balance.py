@@ -14,15 +14,17 @@ the parts of a split tile need no reduction.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 
 from msa_icp_jax.geometry import HEAD_DIM, MAX_INT32, MAX_TOKENS, cdiv
 from msa_icp_jax.ops.prefill_plan import MSAIcpScorePlan
-from msa_icp_jax.ops.prefill_plan.namespace import Namespace
+from msa_icp_jax.ops.prefill_plan.namespace import AnyArray, Namespace
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
     from msa_icp_jax.arrays import Array, BFloat16, Float8e4m3fn, IndexFloat, Int32
 
 TILE_TOKENS = 64
@@ -66,7 +68,7 @@ class PrefillWork(NamedTuple):
     hidden: Float8e4m3fn[Array, "128 128"]
     hidden_bfloat16: BFloat16[Array, "128 128"]
 
-    def hidden_keys(self, dtype: Any) -> IndexFloat[Array, "128 128"]:
+    def hidden_keys(self, dtype: DTypeLike) -> IndexFloat[Array, "128 128"]:
         """NaN keys of a cache's type."""
         return self.hidden_bfloat16 if dtype == jnp.bfloat16 else self.hidden
 
@@ -87,7 +89,9 @@ def prefill_work(plan: MSAIcpScorePlan, ctas: int) -> PrefillWork:
     return PrefillWork(ranges, tiles, tile_of, *hidden)
 
 
-def work_tables(plan: MSAIcpScorePlan, ctas: int, xp: Namespace) -> tuple[Any, Any, Any]:
+def work_tables(
+    plan: MSAIcpScorePlan, ctas: int, xp: Namespace
+) -> tuple[Int32[AnyArray, "ctas 11"], Int32[AnyArray, "n 7"], Int32[AnyArray, " total_q"]]:
     """The `PrefillWork` leaves (ranges, tiles, tile_of) of a window whose leaves are arrays of xp.
 
     Raises:
@@ -117,14 +121,21 @@ def _check_sums(plan: MSAIcpScorePlan) -> None:
         )
 
 
-def _tile_counts(plan: MSAIcpScorePlan, xp: Namespace) -> tuple[Any, Any]:
+def _tile_counts(
+    plan: MSAIcpScorePlan, xp: Namespace
+) -> tuple[Int32[AnyArray, " B"], Int32[AnyArray, " B"]]:
     """Per segment: the 64-row stretch of its first tile, and the tiles up to its last one."""
     first = plan.qo_starts // TILE_TOKENS
     count = cdiv(plan.qo_starts + plan.qo_lens, TILE_TOKENS) - first
     return first, _running_sum(xp.where(plan.qo_lens > 0, count, 0), xp)
 
 
-def _tiles(plan: MSAIcpScorePlan, first: Any, running: Any, xp: Namespace) -> Any:
+def _tiles(
+    plan: MSAIcpScorePlan,
+    first: Int32[AnyArray, " B"],
+    running: Int32[AnyArray, " B"],
+    xp: Namespace,
+) -> Int32[AnyArray, "n 7"]:
     """All tiles up to SCORED, segment by segment, then rows of zeros."""
     starts, ends = plan.qo_starts, plan.qo_starts + plan.qo_lens
     index = _range(cdiv(plan.total_q, TILE_TOKENS) + plan.num_segments, xp)
@@ -148,7 +159,9 @@ def _tiles(plan: MSAIcpScorePlan, first: Any, running: Any, xp: Namespace) -> An
     return xp.where((index < running[-1])[:, None], table, 0)
 
 
-def _equal_ranges(units: Any, ctas: int, xp: Namespace) -> Any:
+def _equal_ranges(
+    units: Int32[AnyArray, " n"], ctas: int, xp: Namespace
+) -> Int32[AnyArray, "ctas 4"]:
     """Cuts tiles of `units` [n] into ranges [ctas, RANGE_FIELDS] of equal cost."""
     last_tile = units.shape[0] - 1
     cost = xp.where(units > 0, units * UNIT_COST + TILE_COST, 0)
@@ -179,8 +192,12 @@ def _equal_ranges(units: Any, ctas: int, xp: Namespace) -> Any:
 
 
 def _tile_of_rows(
-    plan: MSAIcpScorePlan, first: Any, running: Any, tiles: int, xp: Namespace
-) -> Any:
+    plan: MSAIcpScorePlan,
+    first: Int32[AnyArray, " B"],
+    running: Int32[AnyArray, " B"],
+    tiles: int,
+    xp: Namespace,
+) -> Int32[AnyArray, " total_q"]:
     """The tile of each query row, -1 for rows of no segment.
 
     Segments that overlap (starts are device data) may need more `tiles` than there are: their rows
@@ -194,24 +211,30 @@ def _tile_of_rows(
     return xp.where(inside & (tile < tiles), tile, -1)
 
 
-def _before(running: Any, segment: Any, xp: Namespace) -> Any:
+def _before(
+    running: Int32[AnyArray, " B"], segment: Int32[AnyArray, " n"], xp: Namespace
+) -> Int32[AnyArray, " n"]:
     """Tiles of the segments before each."""
     return xp.where(segment > 0, running[xp.clip(segment - 1, 0, None)], 0)
 
 
-def _segment_of(ends: Any, index: Any, xp: Namespace) -> Any:
+def _segment_of(
+    ends: Int32[AnyArray, " B"], index: Int32[AnyArray, " n"], xp: Namespace
+) -> Int32[AnyArray, " n"]:
     """The first segment whose (non-decreasing) end lies past index; the last one if none does."""
     return xp.clip(_count_up_to(ends, index, xp), None, ends.shape[0] - 1)
 
 
-def _count_up_to(values: Any, limit: Any, xp: Namespace) -> Any:
+def _count_up_to(
+    values: Int32[AnyArray, " m"], limit: Int32[AnyArray, " n"], xp: Namespace
+) -> Int32[AnyArray, " n"]:
     """How many of the `values` are at most `limit`, for each limit."""
     return (values[None, :] <= limit[:, None]).sum(1, dtype=xp.int32)
 
 
-def _running_sum(values: Any, xp: Namespace) -> Any:
+def _running_sum(values: Int32[AnyArray, " n"], xp: Namespace) -> Int32[AnyArray, " n"]:
     return xp.cumsum(values, 0, dtype=xp.int32)
 
 
-def _range(size: int, xp: Namespace) -> Any:
+def _range(size: int, xp: Namespace) -> Int32[AnyArray, " size"]:
     return xp.arange(size, dtype=xp.int32)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+type AnyArray = Any  # of JAX or of torch: what is written for both depends on neither
+
 
 class Namespace(Protocol):
     """A few functions as `jax.numpy` has them; axes are passed by position.
