@@ -53,7 +53,7 @@ _PROGRAMS = """programs of their own (--help)
   python -m benchmarks.host                                    the host's time of a torch decode
   torchrun --nproc-per-node 2 -m benchmarks.exchange --out F   the exchange between GPUs
   python -m benchmarks.jax_chain --out F                       the same inside a jitted program
-  python -m benchmarks.tune KERNEL FIELD=VALUE,...             other values of a kernel's tuning
+  python tools/tune.py KERNEL FIELD=VALUE,...                  other values of a kernel's tuning
 """
 _CASES = """names of cases, all by default: 'd-*' for decode, 'p-*' for prefill, 'select-*' and
 'merge-*' for these alone; the small cases of decode and prefill are 'quick-*'"""

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import tune
 from benchmarks.cases import FULL
 from msa_icp_jax import msa_icp_decode_index_score_sharded
 from msa_icp_jax.ops._mosaic import aot
+from tools import tune
 
 
 def test_combinations_are_those_of_the_values_named():
@@ -21,7 +21,7 @@ def test_combinations_are_those_of_the_values_named():
     assert list(found) == ["committed", "stages=1 late_from=5", "stages=2 late_from=5"]
     assert found["committed"] is committed
     assert found["stages=1 late_from=5"] == dataclasses.replace(committed, stages=1, late_from=5)
-    (*_, last) = tune.combinations(tune.configs_of("prefill_score")["fast"], ["registers=(9, 8)"])
+    (*_, last) = tune.combinations(tune.configs_of("prefill_score")["FAST"], ["registers=(9, 8)"])
     assert last == "registers=(9, 8)"
 
 
@@ -29,7 +29,7 @@ def test_combinations_are_those_of_the_values_named():
 def test_what_is_no_value_of_a_field_is_refused(wrong, capsys):
     with pytest.raises(SystemExit):
         tune.main(["decode_score", wrong])
-    assert "usage: python -m benchmarks.tune" in capsys.readouterr().err
+    assert "usage: python tools/tune.py" in capsys.readouterr().err
 
 
 def test_without_a_gpu_nothing_is_timed(capsys):
@@ -40,7 +40,7 @@ def test_without_a_gpu_nothing_is_timed(capsys):
 @pytest.mark.parametrize("kernel", tune.STAGES)
 def test_every_kernel_has_a_config_and_cases(kernel):
     configs = tune.configs_of(kernel)
-    assert dataclasses.is_dataclass(configs["CONFIG" if "CONFIG" in configs else "fast"])
+    assert dataclasses.is_dataclass(configs["CONFIG" if "CONFIG" in configs else "FAST"])
     stem = tune.CASES[kernel].removesuffix("*")
     assert any(case.name.startswith(stem) and tune.STAGES[kernel] in case.stages for case in FULL)
 

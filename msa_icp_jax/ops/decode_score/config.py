@@ -1,4 +1,4 @@
-"""Tuning of the decode scorer; `python -m benchmarks.tune decode_score` times other values."""
+"""Tuning of the decode scorer; `python tools/tune.py decode_score` times other values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tuning of the merge; `python -m benchmarks.tune merge` times other values."""
+"""Tuning of the merge; `python tools/tune.py merge` times other values."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Times other values of a kernel's tuning beside the committed ones: `python -m benchmarks.tune`.
+"""Times other values of a kernel's tuning beside the committed ones: `python tools/tune.py --help`.
 
-  python -m benchmarks.tune decode_score stages=1,2,3 late_from=5,10 --cases 'd-b32-*'
+  python tools/tune.py decode_score stages=1,2,3 late_from=5,10 --cases 'd-b32-*'
 
 The values are fields of `msa_icp_jax/ops/KERNEL/config.py`; all their combinations are taken. It
 takes a Hopper GPU and torch. Each combination is checked as every figure is, then all are timed in
@@ -20,7 +20,10 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 STAGES = {"decode_score": "score", "prefill_score": "score", "select": "select", "merge": "merge"}
 CASES = {"decode_score": "d-*", "prefill_score": "p-*", "select": "select-*", "merge": "merge-*"}
@@ -29,9 +32,7 @@ _LINKS = 64  # of a graph
 
 def configs_of(kernel: str) -> dict[str, Any]:
     """Where the kernel looks for its configs: by name, "CONFIG" where it has one."""
-    module = importlib.import_module(f"msa_icp_jax.ops.{kernel}.config")
-    found: dict[str, Any] = getattr(module, "CONFIGS", vars(module))
-    return found
+    return vars(importlib.import_module(f"msa_icp_jax.ops.{kernel}.config"))
 
 
 def combinations(committed: Any, values: Sequence[str]) -> dict[str, Any]:
@@ -63,8 +64,9 @@ def using(configs: dict[str, Any], name: str, config: Any) -> Iterator[None]:
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Times the combinations that are asked for; 0, or 2 where nothing can be timed."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tune",
+        prog="python tools/tune.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -72,14 +74,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("values", nargs="+", metavar="FIELD=VALUE,...")
     parser.add_argument("--cases", help="names of cases, by default all of the kernel's")
     parser.add_argument(
-        "--config", help="the one to vary of prefill_score's: fast, exact or bfloat16"
+        "--config", help="the one to vary of prefill_score's: FAST, SHORT or EXACT, say"
     )
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args(arguments)
     configs = configs_of(given.kernel)
-    name = given.config or ("CONFIG" if "CONFIG" in configs else "fast")
-    if name not in configs:
-        parser.error(f"--config must be among {', '.join(configs)}, got {name!r}")
+    name = given.config or ("CONFIG" if "CONFIG" in configs else "FAST")
+    there = [key for key, x in configs.items() if type(x) is configs.get("Config")]
+    if name not in there:
+        parser.error(f"--config must be among {', '.join(there)}, got {name!r}")
     try:
         candidates = combinations(configs[name], given.values)
     except (SyntaxError, ValueError) as error:
