@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from msa_icp_jax import (
     IndexerGeometry,
@@ -21,7 +21,7 @@ from msa_icp_jax import (
     one_sided,
     rows,
 )
-from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, NUM_SLOTS, TOPK
+from msa_icp_jax.geometry import NUM_HEADS
 from msa_icp_jax.ops import decode_score, select
 from msa_icp_jax.ops._mosaic import aot
 from msa_icp_jax.ops._mosaic.aot import Lowered
@@ -29,6 +29,7 @@ from msa_icp_jax.ops._mosaic.launch import Target, building_for
 from msa_icp_jax.ops.arguments import Candidates, Shard
 from msa_icp_jax.ops.merge import merge_in_slot
 from msa_icp_jax.ops.prefill_plan.balance import prefill_work
+from msa_icp_jax.shapes import Shapes
 from msa_icp_torch.programs import comm_of
 
 
@@ -55,32 +56,9 @@ class Facts:
         assert self.plan.rank is not None
         return self.plan.rank
 
-    def received(self, tokens: int) -> jax.ShapeDtypeStruct:
-        """Rows by source or by owner."""
-        heads = self.geometry.heads_per_rank
-        return _array(self.geometry.world_size, heads, tokens, rows.ROW_WORDS)
-
-    def storage(self, tagged: bool) -> jax.ShapeDtypeStruct:
-        """All slots of a rank's receive storage."""
-        geometry = self.geometry
-        row = (rows.TAGGED_WORDS, 2) if tagged else (rows.ROW_WORDS,)
-        held = (geometry.world_size, geometry.heads_per_rank, geometry.max_decode_tokens)
-        return _array(NUM_SLOTS, *held, *row)
-
-    def plane(self, tokens: int) -> jax.ShapeDtypeStruct:
-        """A score plane."""
-        return _array(tokens, NUM_HEADS, self.geometry.score_columns, dtype=jnp.float32)
-
-    def queries_and_keys(
-        self, tokens: int, pages: tuple[int, ...]
-    ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Index queries, and index keys in buffers of whole pages of this shape."""
-        dtype = jnp.dtype(self.geometry.index_dtype)
-        return _array(tokens, NUM_HEADS, HEAD_DIM, dtype=dtype), _array(*pages, dtype=dtype)
-
-    def output(self, tokens: int) -> jax.ShapeDtypeStruct:
-        """The ids of the owned heads."""
-        return _array(tokens, self.geometry.heads_per_rank, TOPK)
+    def shapes(self, pages: tuple[int, ...] | None = None, table_width: int = 0) -> Shapes:
+        """Arguments, index keys in buffers of whole pages of this shape."""
+        return Shapes(self.geometry, _array, pages, table_width)
 
     def lower(self, function: Callable[..., Any], *arguments: Any) -> Lowered:
         """Lowers for the plan's GPU."""
@@ -118,13 +96,10 @@ class Batch:
         """T."""
         return self.requests * self.query_len
 
-    def arrays(self, facts: Facts) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """index_q, index_k, block_table, seq_lens."""
-        return (
-            *facts.queries_and_keys(self.tokens, self.pages),
-            _array(self.requests, self.table_width),
-            _array(self.requests),
-        )
+    def arrays(self, facts: Facts) -> dict[str, Any]:
+        """The call's arguments by name."""
+        shapes = facts.shapes(self.pages, self.table_width)
+        return shapes.decode(self.requests, self.query_len)
 
 
 @functools.cache
@@ -137,7 +112,8 @@ def decode_scores(facts: Facts, batch: Batch, pdl: bool) -> Lowered:
         shard = Shard(keys, facts.rank, *layout)
         return decode_score.decode_scores(query, shard, *others, enable_pdl=pdl, backend="mosaic")
 
-    return facts.lower(run, *batch.arrays(facts), facts.plane(batch.tokens))
+    names = ("index_q", "index_k", "block_table", "seq_lens", "scores")
+    return facts.lower(run, *(batch.arrays(facts)[name] for name in names))
 
 
 @functools.cache
@@ -152,7 +128,8 @@ def decode_local(facts: Facts, batch: Batch, pdl: bool) -> Lowered:
         return facts.plan.decode_local(*arrays, fused=False, **options)[0]
 
     arrays = batch.arrays(facts)
-    return facts.lower(run, *arrays, _array(batch.tokens), facts.plane(batch.tokens))
+    del arrays["output"]
+    return facts.lower(run, *arrays.values())
 
 
 @functools.cache
@@ -184,10 +161,10 @@ def select_and_publish_rows(
         )
         return getattr(comm, names[1])
 
-    scored = (facts.plane(tokens), _array(tokens))
-    generations = _array(NUM_SLOTS, NUM_HEADS, geometry.max_decode_tokens)
-    counters = generations if tagged else _array(1)
-    return facts.lower(run, *scored, _array(geometry.world_size, 2), _array(1), counters)
+    shapes = facts.shapes()
+    scored = (shapes.plane("scores", tokens), shapes.int32("num_valid_pages", tokens))
+    bases, counters = shapes.comm(*names).values()
+    return facts.lower(run, *scored, bases, shapes.int32("slot", 1), counters)
 
 
 @functools.cache
@@ -208,10 +185,11 @@ def merge_rows(facts: Facts, tokens: int, tagged: bool, pdl: bool, spin_limit: i
             spin_limit=spin_limit,
         )
 
-    counters = (NUM_SLOTS, geometry.heads_per_rank, geometry.max_decode_tokens)
-    expected = [_array(*counters)] if tagged else []
-    arrays = (facts.storage(tagged), _array(tokens), _array(1), facts.output(tokens), _array(1))
-    return facts.lower(run, *arrays, *expected)
+    shapes = facts.shapes()
+    counts, slot = shapes.int32("num_valid_pages", tokens), shapes.int32("slot", 1)
+    names = ("tagged_recv", "errors", "expected_generations") if tagged else ("recv", "errors")
+    recv, *counters = shapes.comm(*names).values()
+    return facts.lower(run, recv, counts, slot, shapes.output(tokens), *counters)
 
 
 # ---- prefill ----
@@ -234,17 +212,14 @@ class Window:
     pages: tuple[int, ...]
     table_width: int
 
-    def arrays(self, facts: Facts) -> tuple[Any, ...]:
-        """query, index_k, block_table, and the window plan; its bounds decide nothing here."""
-        lengths: Any = _array(self.segments)
+    def arrays(self, facts: Facts) -> dict[str, Any]:
+        """The call's arguments by name; the bounds of the window plan decide nothing here."""
+        shapes = facts.shapes(self.pages, self.table_width)
+        lengths = shapes.int32("lengths", self.segments)
         plan = MSAIcpScorePlan(lengths, lengths, lengths, lengths, self.total_q, 0, 0)
         with aot.on_cpu():
             work = jax.eval_shape(functools.partial(prefill_work, ctas=facts.target.sms), plan)
-        return (
-            *facts.queries_and_keys(self.tokens, self.pages),
-            _array(self.segments, self.table_width),
-            dataclasses.replace(plan, work=work),
-        )
+        return shapes.prefill(dataclasses.replace(plan, work=work), self.tokens)
 
 
 @functools.cache
@@ -262,10 +237,11 @@ def prefill_local(facts: Facts, window: Window, carrier_tokens: int, fused: bool
             query, index_k, table, plan, scratch, counts, carrier, fused=fused
         )
 
-    plane = [] if fused else [facts.plane(window.tokens)]
-    carrier = _array(NUM_HEADS, carrier_tokens, rows.ROW_WORDS)
     arrays = window.arrays(facts)
-    return facts.lower(run, *arrays, _array(window.tokens), carrier, *plane)
+    names = ("query", "index_k", "block_table", "window_plan", "num_valid_pages")
+    carrier = _carrier(facts.shapes(), carrier_tokens)
+    plane = [] if fused else [arrays["score_scratch"]]
+    return facts.lower(run, *(arrays[name] for name in names), carrier, *plane)
 
 
 @functools.cache
@@ -280,16 +256,23 @@ def prefill_select(facts: Facts, tokens: int, carrier_tokens: int) -> Lowered:
             scores, counts, carrier, None, candidates, enable_pdl=True, backend="mosaic"
         )
 
-    carrier = _array(NUM_HEADS, carrier_tokens, rows.ROW_WORDS)
-    return facts.lower(run, facts.plane(tokens), _array(tokens), carrier)
+    shapes = facts.shapes()
+    scored = (shapes.plane("scores", tokens), shapes.int32("num_valid_pages", tokens))
+    return facts.lower(run, *scored, _carrier(shapes, carrier_tokens))
 
 
 @functools.cache
 def prefill_merge(facts: Facts, tokens: int, received_tokens: int) -> Lowered:
     """``(received, num_valid_pages, output)``; output is written."""
-    arrays = (facts.received(received_tokens), _array(tokens), facts.output(tokens))
-    return facts.lower(facts.plan.prefill_merge, *arrays)
+    shapes = facts.shapes()
+    counts, output = shapes.int32("num_valid_pages", tokens), shapes.output(tokens)
+    return facts.lower(facts.plan.prefill_merge, shapes.received(received_tokens), counts, output)
 
 
-def _array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+def _carrier(shapes: Shapes, tokens: int) -> jax.ShapeDtypeStruct:
+    carrier: jax.ShapeDtypeStruct = shapes.int32("carrier", NUM_HEADS, tokens, rows.ROW_WORDS)
+    return carrier
+
+
+def _array(_: str, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
