@@ -17,14 +17,13 @@ import oracle
 import pytest
 import test_decode_score as decode_scores
 import test_prefill_score as prefill_scores
-from chains import GROUPS, Ranks, make_mesh, make_plan, random_decode, random_prefill
+from chains import Ranks, make_mesh, make_plan, random_decode, random_prefill
 from inputs import COMPOUND, COMPOUND_WIDE, W2, W4, W4_WIDE
 
 import msa_icp_jax as api
 
 BF16 = "bfloat16"
 INF, NAN = float("inf"), float("nan")
-GROUP = pytest.mark.parametrize(("world_size", "page_size"), GROUPS)
 
 
 def normal_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -118,21 +117,30 @@ def test_infinities_are_values():
 # ---- chains ----
 
 
-@GROUP
-@pytest.mark.parametrize("on_mesh", [False, True], ids=["vmap", "mesh"])
-def test_decode(world_size, page_size, on_mesh):
+@pytest.mark.parametrize(
+    ("world_size", "page_size", "on_mesh", "how"),
+    [
+        (2, 128, True, "legacy"),
+        (2, 256, False, "fused"),
+        (4, 128, True, "fused"),
+        (4, 256, False, "tagged"),
+    ],
+)
+def test_decode(world_size, page_size, on_mesh, how):
+    """The exchange moves float32 scores: what it is of is the chains' own tests' affair."""
     plan = make_plan(world_size, page_size, index_dtype=BF16)
     ranks = Ranks(plan, make_mesh(world_size) if on_mesh else None)
     case = random_decode([300, 0, 4000, 1], 2, page_size, index_dtype=BF16)
-    for tagged in (False, True):
-        comm = ranks.put_comm(ranks.zero_comm())
-        found = ranks.decode(case, comm, slot=4, tagged=tagged)
-        chains.check_decoded(plan, case, found, fused=False)
-    chains.check_decoded(plan, case, ranks.decode(case, fused=True), fused=True)
+    fused = how == "fused"
+    comm = None if fused else ranks.put_comm(ranks.zero_comm())
+    found = ranks.decode(case, comm, slot=4, tagged=how == "tagged", fused=fused)
+    chains.check_decoded(plan, case, found, fused=fused)
 
 
-@GROUP
-@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize(
+    ("world_size", "page_size", "fused"),
+    [(2, 128, True), (2, 256, False), (4, 128, False), (4, 256, True)],
+)
 def test_prefill(world_size, page_size, fused):
     ranks = Ranks(make_plan(world_size, page_size, index_dtype=BF16), None)
     segments = [(40, 2600, 2640), (0, 0, 0), (57, 0, 57)]
@@ -151,7 +159,7 @@ def test_decode_and_prefill_agree_bit_for_bit():
     step = chains.Decode(queries, cache, np.array([length], np.int32), 8, counts)
     lens = (np.array([n], np.int32) for n in (8, length, length - 8))
     window = chains.Prefill(queries, cache, *lens, counts)
-    for precision in ("auto", "exact", "fast"):
+    for precision in ("auto", "fast"):
         plan = make_plan(2, 128, index_dtype=BF16, precision=precision)
         ranks = Ranks(plan, None)
         decoded, prefilled = ranks.decode(step), ranks.prefill(window)

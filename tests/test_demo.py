@@ -23,7 +23,7 @@ from msa_icp_jax import demo
 from msa_icp_jax.demo import NpzError
 
 ROOT = Path(__file__).resolve().parent.parent
-COMBINATIONS = [(world_size, page_size) for world_size in (2, 4) for page_size in (128, 256)]
+COMBINATIONS = [(2, 256), (4, 128)]  # an index file is searched with another one
 # Blocks that answer a question, by someone who read the text.
 ANSWERS = {
     "installation information required for a user product": {24, 25, 26},
@@ -245,7 +245,7 @@ def test_the_reference_agrees_with_the_suite_s_oracle(num_keys):
 
 
 def test_an_index_file_is_searched(index_file):
-    arguments = ["--index-file", index_file, "--world-size", 2, "--page-size", 256]
+    arguments = ["--index-file", index_file, "--world-size", 4, "--page-size", 256]
     if importlib.util.find_spec("matplotlib"):
         arguments += ["--out", "mine.png"]
     done = run_demo(*arguments, cwd=index_file.parent)

@@ -73,13 +73,13 @@ def bytes_per_device(tree: Any) -> int:
 def run_donating(
     program: Any, arguments: list[Any], donated: dict[int, int], one_result: bool = False
 ) -> Any:
-    """Runs the program; asserts that argument i becomes result donated[i], in place."""
+    """Compiles and runs a program; asserts that argument i becomes result donated[i], in place."""
     compiled = program.lower(*arguments).compile()
     buffers = [arguments[i] for i in donated]
     assert compiled.memory_analysis().alias_size_in_bytes == bytes_per_device(buffers)
     assert "input_output_alias={" in compiled.as_text()
     before = {i: addresses(arguments[i]) for i in donated}
-    results = program(*arguments)
+    results = compiled(*arguments)
     results = (results,) if one_result else results
     for argument, result in donated.items():
         assert addresses(results[result]) == before[argument], f"argument {argument} moved"

@@ -15,13 +15,19 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from chains import Ranks, make_plan
-from hostile import FUSED, GROUP, INDEX_DTYPE
 
 WIDTH, PAGES = 9, 24
 REQUESTS, QUERY_LEN = 3, 2
 SEGMENTS, TOKENS = 4, 24
 
 fuzz = hostile.fuzz(examples=8)
+# Pages and ranks of every kind, each number of ranks and each page size with both types of keys.
+KINDS = [
+    (2, 128, "float8_e4m3fn"),
+    (2, 256, "bfloat16"),
+    (4, 128, "bfloat16"),
+    (4, 256, "float8_e4m3fn"),
+]
 
 
 @functools.cache
@@ -34,8 +40,7 @@ def ranks_of(world_size: int, page_size: int, index_dtype: str = "float8_e4m3fn"
     return Ranks(make_plan(world_size, page_size, index_dtype=index_dtype, **limits), None)
 
 
-@INDEX_DTYPE
-@GROUP
+@pytest.mark.parametrize(("world_size", "page_size", "index_dtype"), KINDS)
 @fuzz
 @hypothesis.given(data=st.data())
 def test_decode(world_size: int, page_size: int, index_dtype: str, data: Any) -> None:
@@ -52,12 +57,13 @@ def test_decode(world_size: int, page_size: int, index_dtype: str, data: Any) ->
     assert (output[tokens:] == chains.OLD_WORD).all()
 
 
-@INDEX_DTYPE
-@FUSED
-@GROUP
+@pytest.mark.parametrize(
+    ("world_size", "page_size", "index_dtype", "fused"),
+    [(*kind, fused) for kind, fused in zip(KINDS, (True, True, False, False), strict=True)],
+)
 @fuzz
 @hypothesis.given(data=st.data())
-def test_prefill(world_size: int, page_size: int, fused: bool, index_dtype: str, data: Any) -> None:
+def test_prefill(world_size: int, page_size: int, index_dtype: str, fused: bool, data: Any) -> None:
     ranks = ranks_of(world_size, page_size, index_dtype)
     sizes = {"width": WIDTH, "pages": PAGES}
     case = hostile.prefill_case(data.draw, ranks.plan, SEGMENTS, TOKENS, **sizes)
@@ -70,8 +76,7 @@ def test_prefill(world_size: int, page_size: int, fused: bool, index_dtype: str,
     assert (output[TOKENS:] == chains.OLD_WORD).all()
 
 
-@pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
-@pytest.mark.parametrize(("world_size", "page_size"), [(2, 256), (4, 128)])
+@pytest.mark.parametrize(("world_size", "page_size", "tagged"), [(2, 256, False), (4, 128, True)])
 @fuzz
 @hypothesis.given(data=st.data())
 def test_receive_storage(world_size: int, page_size: int, tagged: bool, data: Any) -> None:

@@ -36,6 +36,12 @@ _FLOAT8, _BF16 = "float8_e4m3fn", "bfloat16"
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 
+@functools.cache
+def work_list(ctas: int) -> Any:
+    """balance.prefill_work of a plan; one executable for all windows of the same bounds."""
+    return jax.jit(functools.partial(balance.prefill_work, ctas=ctas))
+
+
 class Window(NamedTuple):
     """Segments as (query tokens, position of the first, keys); the plan takes any of them."""
 
@@ -61,7 +67,7 @@ class Window(NamedTuple):
             max_query_len=self.tokens,
             max_seq_len=1 << 20,
         )
-        return plan if ctas is None else replace(plan, work=balance.prefill_work(plan, ctas))
+        return plan if ctas is None else replace(plan, work=work_list(ctas)(plan))
 
     def counts(self) -> np.ndarray:
         return oracle.prefill_num_valid_pages(self.qo_lens, self.qo_offset, self.tokens)
@@ -74,7 +80,7 @@ class Inputs(NamedTuple):
 
 
 # A prefix hit, no tokens, a whole prompt whose tiles the next segment shares, a lone late token.
-WINDOW = Window([3, 0, 70, 1], [600, 0, 0, 1799], [700, 50, 70, 1800], tail=2)
+WINDOW = Window([3, 0, 70, 1], [600, 0, 0, 899], [700, 50, 70, 900], tail=2)
 
 
 def make_inputs(
@@ -136,17 +142,17 @@ def run(kernel: Any, query: Any, shard: Shard, *arrays: Any, **options: Any) -> 
 
 SCORE_CASES = [
     # shard, pitch, columns, sm_scale, initialize, ctas, form ("long" is fast, too), index_dtype
-    pytest.param(oracle.Shard(1, 4, 128), 32, 15, 1.0, True, 5, "fast", _FLOAT8, id="w4-p128"),
+    pytest.param(oracle.Shard(1, 4, 128), 32, 8, 1.0, True, 5, "fast", _FLOAT8, id="w4-p128"),
     pytest.param(
-        oracle.Shard(2, 4, 128, 8), 48, 16, -0.5, False, 2, "long", _FLOAT8, id="w4-p128-compound"
+        oracle.Shard(2, 4, 128, 8), 48, 9, -0.5, False, 2, "long", _FLOAT8, id="w4-p128-compound"
     ),
     pytest.param(
         oracle.Shard(1, 2, 128), 64, 4, 1.0, True, 3, "exact", _FLOAT8, id="w2-p128-narrow-exact"
     ),
-    pytest.param(oracle.Shard(0, 2, 256), 128, 10, 0.25, False, 3, "long", _FLOAT8, id="w2-p256"),
-    pytest.param(oracle.Shard(1, 4, 128), 32, 15, 1.0, True, 5, "fast", _BF16, id="w4-p128-bf16"),
+    pytest.param(oracle.Shard(0, 2, 256), 128, 6, 0.25, False, 3, "long", _FLOAT8, id="w2-p256"),
+    pytest.param(oracle.Shard(1, 4, 128), 32, 8, 1.0, True, 5, "fast", _BF16, id="w4-p128-bf16"),
     pytest.param(
-        oracle.Shard(1, 2, 256, 8), 144, 10, -0.5, False, 2, "exact", _BF16, id="w2-p256-bf16"
+        oracle.Shard(1, 2, 256, 8), 144, 6, -0.5, False, 2, "exact", _BF16, id="w2-p256-bf16"
     ),
 ]
 
@@ -177,7 +183,7 @@ def test_scores_are_the_contract(
 @pytest.mark.parametrize("shard", [oracle.Shard(1, 4, 128), oracle.Shard(3, 4, 256)])
 def test_candidates_past_the_causal_prefix_are_hidden(shard):
     """A selection by these counts meets no old value, whatever they claim."""
-    given, columns = make_inputs(WINDOW, shard, shard.rows), 12
+    given, columns = make_inputs(WINDOW, shard, shard.rows), 6
     counts = WINDOW.counts() + np.random.default_rng(0).integers(0, 9, WINDOW.tokens)
     counts[:3] = -5, 8192, 2**31 - 1
     before = np.full((WINDOW.tokens, 4, columns), _UNTOUCHED, np.float32)
@@ -199,15 +205,13 @@ def test_candidates_past_the_causal_prefix_are_hidden(shard):
 
 ROW_CASES = [
     # shard, pitch, forced begin and end, ctas, precision, index_dtype
-    pytest.param(oracle.Shard(3, 4, 128), 32, 0, 1, 4, "fast", _FLOAT8, id="w4-p128"),
     pytest.param(oracle.Shard(1, 2, 128, 16), 80, 2, 3, 6, "fast", _FLOAT8, id="w2-p128-compound"),
     pytest.param(oracle.Shard(3, 4, 256), 64, 1, 2, 9, "fast", _FLOAT8, id="w4-p256"),
-    pytest.param(oracle.Shard(2, 4, 128), 32, 1, 2, 3, "exact", _FLOAT8, id="w4-p128-exact"),
     pytest.param(oracle.Shard(2, 4, 128), 32, 1, 2, 5, "fast", _BF16, id="w4-p128-bf16"),
 ]
 # More than 16 blocks, cut over several CTAs; a segment that sees fewer than its positions' blocks.
-LONG_WINDOW = Window([6, 20, 2], [5000, 300, 0], [5006, 200, 2], tail=3)
-_COLUMNS = 48
+LONG_WINDOW = Window([6, 20, 2], [3000, 300, 0], [3006, 200, 2], tail=3)
+_COLUMNS = 32
 
 
 def rows_of(q: Any, shard: Shard, *arrays: Any, forced: Forced, launch: Launch) -> Any:
@@ -255,11 +259,10 @@ def test_rows_are_the_selection_of_the_scores(
 
 QUICK_CASES = [
     # shard, forced begin and end, first column of those of which every third is negative
-    pytest.param(oracle.Shard(3, 4, 128), 2, 3, 20, id="w4-p128"),
-    pytest.param(oracle.Shard(1, 2, 128), 0, 1, 20, id="w2-p128"),
+    pytest.param(oracle.Shard(1, 2, 128), 2, 3, 20, id="w2-p128"),
     pytest.param(oracle.Shard(1, 4, 128), 0, 1, 0, id="w4-p128-soon"),
 ]
-QUICK_WINDOW = Window([5, 4], [6000, 0], [6005, 4], tail=1)
+QUICK_WINDOW = Window([5, 4], [4000, 0], [4005, 4], tail=1)
 
 
 @pytest.mark.parametrize(("shard", "begin", "end", "first"), QUICK_CASES)
@@ -277,7 +280,7 @@ def test_negative_scores_that_cannot_win_are_no_matter(monkeypatch, shard, begin
     given.query[:], given.keys[:] = oracle.e4m3_encode(query), oracle.e4m3_encode(keys)
     given.keys[5, 3] = 0xFF
     counts = window.counts()
-    counts[3] = 46  # fewer than are seen
+    counts[3] = 31  # fewer than are seen
     scores, plane = run_rows(window, given, shard, (begin, end), 1, "fast", counts)
     ids = np.arange(_COLUMNS) * shard.index_scale + shard.index_offset
     candidates = np.broadcast_to((ids < counts[:, None])[:, None], scores.shape)
@@ -321,7 +324,8 @@ def parts_of(work: balance.PrefillWork) -> dict[tuple[int, int], int]:
 @pytest.mark.parametrize("ctas", [1, 7, 132])
 def test_every_unit_of_a_window_belongs_to_one_cta(ctas):
     segments, tokens = 6, 300
-    build = jax.jit(functools.partial(balance.prefill_work, ctas=ctas))
+    build = work_list(ctas)
+    before = build._cache_size()
     for window in random_windows(25, segments, tokens):
         work = build(window.plan())
         tiles, tile_of = np.asarray(work.tiles), np.asarray(work.tile_of)
@@ -345,13 +349,13 @@ def test_every_unit_of_a_window_belongs_to_one_cta(ctas):
         parts = parts_of(work)
         units = -(-need // balance.UNIT_POSITIONS)
         assert set(parts) == {(i, u) for i, n in enumerate(units) for u in range(n)}
-    assert build._cache_size() == 1  # one compile for all windows of the same bounds
+    assert build._cache_size() - before == 1  # one compile for all windows of the same bounds
 
 
 def test_a_ragged_window_is_shared_evenly():
     ends = [round(16384 * 16 ** (i / 7)) for i in range(8)]
     window = Window([1024] * 8, [end - 1024 for end in ends], ends)
-    parts = parts_of(balance.prefill_work(window.plan(), 132))
+    parts = parts_of(work_list(132)(window.plan()))
     load = np.bincount(list(parts.values()), minlength=132)
     assert load.max() <= 1.03 * load.mean()
 
@@ -364,7 +368,7 @@ def test_overlapping_segments_name_no_tile_past_the_list():
     plan = device_plan(
         lens, lens, starts, starts, 0 * lens, 4, total_q=tokens, max_query_len=640, max_seq_len=640
     )
-    work = balance.prefill_work(plan, 7)
+    work = work_list(7)(plan)
     tile_of = np.asarray(work.tile_of)
     assert tile_of[0] == 0 and tile_of.min() == -1 and tile_of.max() < work.tiles.shape[0]
 
@@ -373,7 +377,7 @@ def test_positions_past_every_plane_cost_nothing():
     """Their number would pass 2^31: sums of costs, and of a step and a position."""
     window = Window([8192], [2**31 - 1 - 8192], [2**31 - 1])
     plan = host_plan(window.qo_lens, window.kv_lens, 4, qo_offset=window.qo_offset)
-    work = balance.prefill_work(plan, 132)
+    work = work_list(132)(plan)
     scored = np.asarray(work.tiles)[:128, balance.SCORED]
     assert (scored == MAX_TOKENS).all()
     units = MAX_TOKENS // balance.UNIT_POSITIONS
@@ -396,10 +400,10 @@ def test_bounds_under_which_a_sum_could_wrap_are_refused(bounds):
 
 def test_the_work_list_takes_no_promotion_and_no_64_bit_number():
     window = Window([70, 0, 3], [0, 5, 900], [70, 5, 903], 9)
-    want = balance.prefill_work(window.plan(), 7)
+    want = work_list(7)(window.plan())
     strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
     with strict[0], strict[1], jax.enable_x64(True):
-        found = balance.prefill_work(window.plan(), 7)
+        found = work_list(7)(window.plan())
     for mine, theirs in zip(found, want, strict=True):
         assert mine.dtype == theirs.dtype
         np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (mine, theirs)))

@@ -25,9 +25,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.append(str(EXAMPLES))
 
 from serve import aot, check, cli, model  # noqa: E402
-from serve.indexers import DenseIndexer, make_plan, top_blocks  # noqa: E402
+from serve.indexers import DenseIndexer, top_blocks  # noqa: E402
 from serve.pages import PagePool  # noqa: E402
-from serve.server import Programs, Request, Server  # noqa: E402
+from serve.server import Request, Server  # noqa: E402
 from serve.workload import Workload  # noqa: E402
 
 STEPS = 60
@@ -39,12 +39,18 @@ EXACT_IN_FLOAT32 = 2**24  # every integer up to here
 
 
 def test_continuous_batching_on_2_and_4_ranks() -> None:
-    """One stream through every server; one test, since compiling them is what takes time."""
+    """One stream through every server; one test, since compiling them is what takes time.
+
+    2 ranks share a device, as on a single GPU, and have a program for few requests besides.
+    """
     params = model.init_params(CONFIG)
+    one_bucket = dataclasses.replace(CONFIG, decode_buckets=(CONFIG.slots,))
     servers = {
-        name: Server(CONFIG, params, ranks, cli.device_mesh(ranks) if ranks else None)
-        for name, ranks in cli.SERVERS.items()
+        "2 ranks": Server(CONFIG, params, 2),
+        "4 ranks": Server(one_bucket, params, 4, cli.device_mesh(4)),
+        "reference": Server(one_bucket, params, None),
     }
+    assert cli.SERVERS == {"2 ranks": 2, "4 ranks": 4, "reference": None}
     runs = {name: cli.serve(server, Workload(CONFIG), STEPS) for name, server in servers.items()}
     result = cli.verdict(CONFIG, params, runs)
     requests = runs["2 ranks"].requests
@@ -169,7 +175,6 @@ def test_exported_step_runs_in_a_fresh_process_with_the_same_bits(
     exported: tuple[Path, dict[str, Any]],
 ) -> None:
     folder, saved = exported
-    params = model.init_params(CONFIG)
     mesh = cli.device_mesh(aot.WORLD_SIZE)
     assert saved["cpu"]["mosaic_kernels"] == 0
     assert saved["cuda"]["mosaic_kernels"] >= 4  # write, score, select, merge
@@ -181,16 +186,6 @@ def test_exported_step_runs_in_a_fresh_process_with_the_same_bits(
     assert loaded["donated"]
     assert loaded["exported_with_jax"] == jax.__version__
     assert loaded["devices"] == (aot.WORLD_SIZE if mesh is not None else 1)
-
-    # All ranks on one device, the way to run on a single GPU: the same step again.
-    programs = Programs(CONFIG, make_plan(CONFIG, aot.WORLD_SIZE), mesh=None)
-    outputs = programs.step(*aot.example_arguments(CONFIG, params, programs))
-    with np.load(folder / aot.RUN) as run:
-        for i, leaf in enumerate(jax.tree.leaves(outputs)):
-            wanted, found = run[f"out{i}"], aot.to_host(leaf)
-            if mesh is not None and found.ndim > wanted.ndim:  # the leading axis of ranks
-                found = np.concatenate(list(found), axis=1)
-            np.testing.assert_array_equal(found, wanted)
 
 
 def cut(data: bytes) -> bytes:
