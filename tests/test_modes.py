@@ -41,11 +41,10 @@ def test_promotions_are_forbidden_in_this_suite() -> None:
 # ---- 64 bits ----
 
 
-@pytest.mark.parametrize("tagged", [False, True])
-def test_decode_with_64_bits_on(tagged: bool) -> None:
+def test_decode_with_64_bits_on() -> None:
     ranks, case = ranks_of(), decode_case()
     with jax.enable_x64(True):
-        found = ranks.decode(case, ranks.put_comm(ranks.zero_comm()), 4, tagged=tagged)
+        found = ranks.decode(case, ranks.put_comm(ranks.zero_comm()), 4, tagged=True)
     chains.check_decoded(ranks.plan, case, found, fused=False)
 
 
@@ -149,8 +148,7 @@ def test_a_slot_of_python_s_is_no_implicit_transfer(on_mesh: bool) -> None:
     chains.check_output(ranks.plan, case, ranks.get(output, chains.OUTPUT))
 
 
-@pytest.mark.parametrize("bits", [False, True], ids=["32 bits", "64 bits"])
-def test_layers_in_a_scan(bits: bool) -> None:
+def test_layers_in_a_scan() -> None:
     """All modes at once: the slot is a scan's counter, in the caller's jit and shard_map."""
     ranks, case = Ranks(ranks_of().plan, chains.make_mesh(2)), decode_case()
 
@@ -169,7 +167,7 @@ def test_layers_in_a_scan(bits: bool) -> None:
         out_specs=jax.P(None, None, chains.AXIS),
         check_vma=False,
     )
-    with jax.enable_x64(bits):
+    with jax.enable_x64(True):
         found = np.asarray(jax.jit(mapped)(*ranks.decode_arrays(case)[:5]))
     for output in found:
         chains.check_output(ranks.plan, case, output)

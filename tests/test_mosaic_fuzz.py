@@ -29,7 +29,7 @@ from msa_icp_jax.ops._mosaic import launch
 WIDTH, PAGES = 5, 8
 
 fuzz = hostile.fuzz(
-    examples=4,
+    examples=3,
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],  # no shrinking: it takes hours
 )
 
@@ -71,7 +71,7 @@ def test_decode(world_size: int, page_size: int, data: Any) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # inf - inf
 @pytest.mark.parametrize(
     ("fused", "index_dtype"),
-    [(False, "float8_e4m3fn"), (True, "float8_e4m3fn"), (False, "bfloat16")],
+    [(False, "float8_e4m3fn"), (True, "bfloat16")],
 )
 @fuzz
 @hypothesis.given(data=st.data())

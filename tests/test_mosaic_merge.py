@@ -54,8 +54,9 @@ def check(actual: tuple[Array, Array, Array], want: oracle.Merge) -> None:
     assert errors.tolist() == [5 + want.errors]
 
 
-@pytest.mark.parametrize(("begin", "end"), [(0, 1), (2, 3), (9, 7), (16, 0), (0, 16)])
-@pytest.mark.parametrize("sources", [2, 4])
+@pytest.mark.parametrize(
+    ("sources", "begin", "end"), [(2, 0, 1), (2, 16, 0), (4, 2, 3), (4, 9, 7), (4, 0, 16)]
+)
 def test_flagged_rows(sources, begin, end):
     rng = np.random.default_rng(sources + 10 * begin)
     recv = hard_rows.received_rows(sources, 4 // sources, _CAPACITY, rng)
@@ -156,8 +157,8 @@ def merge_arriving(
                          *counters)  # fmt: skip
 
 
-@pytest.mark.parametrize("slot", [0, 2, 4, 2**31 - 1])  # the last one is 1 mod 3
-@pytest.mark.parametrize("sources", [2, 4])
+# The last slot is 1 mod 3.
+@pytest.mark.parametrize(("sources", "slot"), [(2, 0), (4, 2), (2, 4), (4, 2**31 - 1)])
 def test_arriving_flagged_rows(sources, slot):
     rng = np.random.default_rng(slot)
     recv = np.stack([hard_rows.received_rows(sources, 4 // sources, _CAPACITY, rng)] * 3)
@@ -172,8 +173,7 @@ def test_arriving_flagged_rows(sources, slot):
     np.testing.assert_array_equal(after[others], recv[others])
 
 
-@pytest.mark.parametrize("slot", [1, 3, 5])
-@pytest.mark.parametrize("sources", [2, 4])
+@pytest.mark.parametrize(("sources", "slot"), [(4, 1), (2, 3), (4, 5)])
 def test_arriving_tagged_rows(sources, slot):
     rng = np.random.default_rng(slot)
     heads = 4 // sources

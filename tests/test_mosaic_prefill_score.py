@@ -211,7 +211,7 @@ ROW_CASES = [
 ]
 # More than 16 blocks, cut over several CTAs; a segment that sees fewer than its positions' blocks.
 LONG_WINDOW = Window([6, 20, 2], [3000, 300, 0], [3006, 200, 2], tail=3)
-_COLUMNS = 32
+_COLUMNS = 40
 
 
 def rows_of(q: Any, shard: Shard, *arrays: Any, forced: Forced, launch: Launch) -> Any:
@@ -262,7 +262,7 @@ QUICK_CASES = [
     pytest.param(oracle.Shard(1, 2, 128), 2, 3, 20, id="w2-p128"),
     pytest.param(oracle.Shard(1, 4, 128), 0, 1, 0, id="w4-p128-soon"),
 ]
-QUICK_WINDOW = Window([5, 4], [4000, 0], [4005, 4], tail=1)
+QUICK_WINDOW = Window([5, 4], [5000, 0], [5005, 4], tail=1)  # more pages than are staged
 
 
 @pytest.mark.parametrize(("shard", "begin", "end", "first"), QUICK_CASES)
@@ -280,7 +280,7 @@ def test_negative_scores_that_cannot_win_are_no_matter(monkeypatch, shard, begin
     given.query[:], given.keys[:] = oracle.e4m3_encode(query), oracle.e4m3_encode(keys)
     given.keys[5, 3] = 0xFF
     counts = window.counts()
-    counts[3] = 31  # fewer than are seen
+    counts[3] = 39  # fewer than are seen
     scores, plane = run_rows(window, given, shard, (begin, end), 1, "fast", counts)
     ids = np.arange(_COLUMNS) * shard.index_scale + shard.index_offset
     candidates = np.broadcast_to((ids < counts[:, None])[:, None], scores.shape)
