@@ -37,13 +37,21 @@ from jax.sharding import PartitionSpec as P
 
 from msa_icp_jax import MSAIcpComm
 
-DEVICES = pytest.mark.parametrize("on_mesh", [False, True], ids=["vmap", "mesh"])
 KINDS = pytest.mark.parametrize(
     ("on_mesh", "index_dtype"),
     [(False, "float8_e4m3fn"), (True, "float8_e4m3fn"), (False, "bfloat16")],
     ids=["vmap", "mesh", "bfloat16"],
 )
-FUSED = pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+FORMS = pytest.mark.parametrize(
+    ("fused", "on_mesh", "index_dtype"),
+    [
+        (False, True, "float8_e4m3fn"),
+        (True, True, "float8_e4m3fn"),
+        (True, False, "float8_e4m3fn"),
+        (False, False, "bfloat16"),
+    ],
+    ids=["unfused-mesh", "fused-mesh", "fused-vmap", "unfused-bfloat16"],
+)
 
 
 def ranks_of(on_mesh: bool, index_dtype: str = "float8_e4m3fn") -> Ranks:
@@ -73,13 +81,13 @@ def bytes_per_device(tree: Any) -> int:
 def run_donating(
     program: Any, arguments: list[Any], donated: dict[int, int], one_result: bool = False
 ) -> Any:
-    """Compiles and runs a program; asserts that argument i becomes result donated[i], in place."""
+    """Runs the program; asserts that argument i becomes result donated[i], in place."""
     compiled = program.lower(*arguments).compile()
     buffers = [arguments[i] for i in donated]
     assert compiled.memory_analysis().alias_size_in_bytes == bytes_per_device(buffers)
     assert "input_output_alias={" in compiled.as_text()
     before = {i: addresses(arguments[i]) for i in donated}
-    results = compiled(*arguments)
+    results = program(*arguments)
     results = (results,) if one_result else results
     for argument, result in donated.items():
         assert addresses(results[result]) == before[argument], f"argument {argument} moved"
@@ -105,8 +113,7 @@ def check_decoded_in_place(
     check_decoded(ranks.plan, case, found, fused=fused)
 
 
-@KINDS
-@FUSED
+@FORMS
 def test_decode(fused: bool, on_mesh: bool, index_dtype: str) -> None:
     ranks = ranks_of(on_mesh, index_dtype)
     case = random_decode([2400, 300, 0], 2, 128, index_dtype=index_dtype)
@@ -115,9 +122,11 @@ def test_decode(fused: bool, on_mesh: bool, index_dtype: str) -> None:
     check_decoded_in_place(ranks, case, output, scores, fused)
 
 
-@DEVICES
-@FUSED
-@pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
+@pytest.mark.parametrize(
+    ("tagged", "fused", "on_mesh"),
+    [(False, False, False), (False, True, True), (True, False, True), (True, True, False)],
+    ids=["legacy-unfused-vmap", "legacy-fused-mesh", "tagged-unfused-mesh", "tagged-fused-vmap"],
+)
 def test_decode_with_storage(tagged: bool, fused: bool, on_mesh: bool) -> None:
     """Every array of the storage as well, also those of the form that isn't in use."""
     ranks, case = ranks_of(on_mesh), random_decode([2400, 300, 0], 2, 128)
@@ -144,8 +153,7 @@ def test_decode_with_storage(tagged: bool, fused: bool, on_mesh: bool) -> None:
         assert np.count_nonzero(array) == np.count_nonzero(tokens), name  # spare rows are clean
 
 
-@KINDS
-@FUSED
+@FORMS
 def test_prefill(fused: bool, on_mesh: bool, index_dtype: str) -> None:
     ranks = ranks_of(on_mesh, index_dtype)
     segments = [(100, 0, 100), (0, 0, 0), (30, 2500, 2530)]

@@ -1,4 +1,4 @@
-"""The kernels under hostile metadata in interpret mode, where any race fails the test.
+"""Chains of the kernels in interpret mode, where any race fails the test: all ranks, any metadata.
 
 More examples: FUZZ_EXAMPLES=30.
 """
@@ -27,6 +27,7 @@ from msa_icp_jax import msa_icp_merge_candidates, msa_icp_write_index_k
 from msa_icp_jax.ops._mosaic import launch
 
 WIDTH, PAGES = 5, 8
+GROUPS = pytest.mark.parametrize(("world_size", "page_size"), [(2, 128), (4, 256)])
 
 fuzz = hostile.fuzz(
     examples=3,
@@ -58,7 +59,15 @@ def without_races(call: Any, *arguments: Any, **options: Any) -> Any:
         gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
-@pytest.mark.parametrize(("world_size", "page_size"), [(2, 128), (4, 256)])
+@GROUPS
+def test_an_ordinary_decode(world_size: int, page_size: int) -> None:
+    ranks = ranks_of(world_size, page_size)
+    case = chains.random_decode([500, 0], 1, page_size, pages=PAGES, width=WIDTH)
+    found = without_races(ranks.decode, case)
+    chains.check_decoded(ranks.plan, case, found, fused=False)
+
+
+@GROUPS
 @fuzz
 @hypothesis.given(data=st.data())
 def test_decode(world_size: int, page_size: int, data: Any) -> None:
@@ -66,6 +75,14 @@ def test_decode(world_size: int, page_size: int, data: Any) -> None:
     case = hostile.decode_case(data.draw, ranks.plan, 2, 1, width=WIDTH, pages=PAGES)
     found = without_races(ranks.decode, case)
     chains.check_decoded(ranks.plan, case, found, fused=False)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # inf - inf
+def test_an_ordinary_prefill() -> None:
+    ranks = ranks_of(2, 128)
+    case = chains.random_prefill([(4, 300, 304), (6, 0, 6)], 12, 128, pages=PAGES, width=WIDTH)
+    found = without_races(ranks.prefill, case, fused=False)
+    chains.check_prefilled(ranks.plan, case, found, fused=False)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # inf - inf

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from inputs import TIME_LIMIT
 from multiprocess_worker import DIED
 

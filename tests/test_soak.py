@@ -22,6 +22,7 @@ def soak() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules["soak"] = module
     spec.loader.exec_module(module)
+    module.SHAPES = [(3, 1), (8, 4)]  # every shape compiles a program
     return module
 
 
