@@ -204,6 +204,15 @@ class Bridge:
             ordered = ordered and tensor.numel() == 0
         return found
 
+    def only(self, tensor: torch.Tensor) -> jax.Array:
+        """Imports a program's only tensor that is no `kept` or `Shared` one: see `fresh`.
+
+        Where the order does not take an import, an earlier one is used again.
+        """
+        if not self.donates or self._crossing.order():
+            return self.kept(tensor)
+        return self.fresh(tensor)[0]
+
     def unordered(self, tensor: torch.Tensor) -> jax.Array:
         """Imports a tensor, or a copy, for a program that another one's `fresh` orders."""
         if tensor.numel() and not self.aligned(tensor):

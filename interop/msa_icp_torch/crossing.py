@@ -14,6 +14,8 @@ import jax
 import jaxlib
 import torch
 
+from msa_icp_torch.jax_stream import find_stream
+
 _VERSIONS = ((0, 11), (0, 12))  # of jaxlib, whose C functions take these arguments
 
 
@@ -25,6 +27,9 @@ class Crossing(Protocol):
 
         What is imported without is ordered by another argument of the same program.
         """
+
+    def order(self) -> bool:
+        """Makes programs wait for the current stream's work so far; False: only an import can."""
 
     def give(self, array: jax.Array) -> torch.Tensor:
         """Exports an array; torch's current stream waits for the program that it comes from."""
@@ -39,6 +44,10 @@ class Public:
     def take(self, tensor: torch.Tensor, *, ordered: bool) -> jax.Array:
         """See `Crossing`; it always orders."""
         return jax.dlpack.from_dlpack(tensor.detach(), copy=False)
+
+    def order(self) -> bool:
+        """See `Crossing`."""
+        return False
 
     def give(self, array: jax.Array) -> torch.Tensor:
         """See `Crossing`."""
@@ -61,12 +70,19 @@ class Fast:
         self._device = device
         self._kind = int(torch.empty(0, device=device).__dlpack_device__()[0])
         self._streams = _Streams(device, jax_device) if device.type == "cuda" else None
-        self._stream = None if self._streams is None else self._streams.jax
+        self._stream = None if self._streams is None else self._streams.of_import
+
+    def order(self) -> bool:
+        """See `Crossing`."""
+        if self._streams is None:
+            return False
+        self._streams.order()
+        return self._stream is None
 
     def take(self, tensor: torch.Tensor, *, ordered: bool) -> jax.Array:
         """See `Crossing`."""
-        if ordered and self._streams is not None:
-            self._streams.order()
+        if ordered:
+            self.order()
         # An export holds the tensor it was made from. The detached alias dies with the import; the
         # caller's tensor would live, as a Python object, until then.
         capsule = torch.utils.dlpack.to_dlpack(tensor.detach())
@@ -86,15 +102,22 @@ class Fast:
 
 
 class _Streams(threading.local):
-    """torch's current stream, and JAX's that waits for what is imported; one thread's.
+    """torch's current stream, and the one of JAX's that waits for it; one thread's.
 
     torch takes several microseconds to make the object of a stream, or an event.
+
+    Attributes:
+      of_import: a stream of JAX's that the users of an import wait for; None: they run on the one
+        that waits.
     """
 
     def __init__(self, device: torch.device, jax_device: jax.Device) -> None:
-        self.jax = jax_device.get_stream_for_external_ready_events()
+        stream = find_stream(jax_device)
+        self.of_import: int | None = None
+        if stream is None:
+            stream = self.of_import = jax_device.get_stream_for_external_ready_events()
         self._device = device
-        self._waiting = torch.cuda.ExternalStream(self.jax, device)
+        self._waiting = torch.cuda.ExternalStream(stream, device)
         self._event = torch.cuda.Event()
         self._known: dict[int, torch.cuda.Stream] = {}
 

@@ -302,7 +302,7 @@ class _BoundDecode:
         inputs = keys.get(), table.get(), lengths.get()
         parts = {name: part.lend() for name, part in self.first.items()}
         others = counts.get(), self.slot, scores.lend(), parts, self.exchanged.lend()
-        (query,) = self.bridge.fresh(index_q)
+        query = self.bridge.only(index_q)
         message, new_scores, new_parts = self.local((query, *inputs), *others)
         sent = self.exchanged.sent_by(message)
         self.bridge.settle([(scores, new_scores), *_results(self.first, new_parts)])
@@ -313,8 +313,7 @@ class _BoundDecode:
         _, _, _, counts, _, output = self.shared
         parts = {name: part.lend() for name, part in self.second.items()}
         others = counts.get(), self.slot, output.lend(), parts
-        (sent,) = self.bridge.fresh(received)
-        new_output, new_parts = self.merge(sent, *others)
+        new_output, new_parts = self.merge(self.bridge.only(received), *others)
         self.bridge.order_after([new_output])
         self.bridge.settle([(output, new_output), *_results(self.second, new_parts)])
 
