@@ -53,6 +53,9 @@ class HostStream:
             assert step.address == (step.kernel and ctypes.addressof(step.arguments))
         launching.launch([step._replace(address=step.arguments) for step in launches], 7)
 
+    def repeat(self, bound: Any) -> None:
+        self.launch(bound.launches)
+
     def make_context_current(self) -> None:
         self.contexts += 1
 
@@ -456,6 +459,9 @@ class Places:
     def moved(self, changed: Any) -> Any:
         return Places(True, (*changed,)) if self.exchangeable else None
 
+    def with_queries(self, address: int) -> Any:
+        return Places(True, (0,)) if self.exchangeable else None
+
 
 @pytest.fixture(params=["guarded", "public"])
 def look(request, monkeypatch) -> str:
@@ -518,6 +524,7 @@ def test_a_tensor_that_changed_is_not_found(comm, look, change, place):
         lambda x: x[:-1].clone(),
         lambda x: x.clone().t(),
         lambda x: x.to_sparse(),
+        lambda x: torch.nested.nested_tensor([x, x]),
         lambda x: torch.view_as_complex(torch.zeros(4, 4, 2)).conj().imag,
         lambda x: x.float().requires_grad_(),
         lambda x: x.numpy(),
@@ -525,12 +532,18 @@ def test_a_tensor_that_changed_is_not_found(comm, look, change, place):
         lambda x: None,
     ],
 )
-def test_a_tensor_of_another_form_is_not_found(comm, look, change):
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_tensor_of_another_form_is_not_found(comm, look, change, place):
     calls = RememberedCalls(3)
     made = [torch.zeros(4, 4, dtype=torch.int32) for _ in range(3)]
     calls.remember((*made, None, comm), (), Places())
-    assert calls.find((*made[:2], made[2].clone(), None, comm), ()).found == (2,)
-    assert calls.find((*made[:2], change(made[2]), None, comm), ()) is None
+
+    def find(other: Any) -> Any:
+        return calls.find((*made[:place], other, *made[place + 1 :], None, comm), ())
+
+    other = made[place].clone()
+    assert find(other).found == (place,)
+    assert find(change(made[place])) is None
 
 
 def test_calls_are_found_in_every_mode_of_torch(comm, look):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def frame() -> Any:
 
 
 def test_the_function_keeps_the_stream_that_xla_gives(frame, monkeypatch):
-    seen: list[int] = []
+    seen: list[tuple[int, int]] = []
     monkeypatch.setattr(jax_stream, "_seen", seen)
 
     def stream_get(arguments: Any) -> None:
@@ -42,7 +43,7 @@ def test_the_function_keeps_the_stream_that_xla_gives(frame, monkeypatch):
 
     frame.api.contents.stream_get = jax_stream._StreamGet(stream_get)
     assert call(frame) is None
-    assert seen == [STREAM]
+    assert seen == [(threading.get_ident(), STREAM)]
 
 
 def test_the_function_hands_on_an_error(frame):

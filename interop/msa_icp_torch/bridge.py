@@ -1,12 +1,11 @@
 """Tensors between torch and JAX by DLPack: checks, imports without a copy, results in place.
 
-Order on a GPU. The imports that one `Bridge.fresh` makes wait for everything that torch's current
-stream was given before it, and a JAX program waits for all its arguments; so one call of `fresh`
-orders a whole program. `Bridge.kept` reuses an import from an earlier call, which orders nothing:
-every program must take at least one fresh one, made last. So do the imports of a `Shared`, which a
-program may write, too. `Bridge.deliver` makes the current stream wait for
-the program, so later torch work (which may overwrite the inputs) comes after it. The host never
-waits.
+Order on a GPU. One call of `Bridge.fresh` or `Bridge.only`, after all else that a program takes was
+made, lets the program wait for everything that torch's current stream was given before it: JAX's
+stream waits where it is known, the import's users where it is not. Imports by `Bridge.kept` and
+those of a `Shared`, which a program may write, order nothing. `Bridge.order_after` and
+`Bridge.deliver` make the current stream wait for the program, so later torch work (which may
+overwrite the inputs) comes after it. The host never waits.
 
 On the CPU torch runs everything at once, `Bridge.deliver` waits for the program, and an import may
 be kept even of what the program writes: it is copied back.
@@ -338,7 +337,7 @@ class Bridge:
 
         DLPack exports only from torch's current device.
         """
-        if self.device.type == "cpu" or torch.cuda.current_device() == self.device.index:
+        if not self.donates or torch._C._cuda_getDevice() == self.device.index:
             return own_mesh(None)
         contexts = contextlib.ExitStack()
         contexts.enter_context(own_mesh(None))

@@ -94,7 +94,10 @@ class Fast:
 
     def order_after(self, array: jax.Array) -> None:
         """See `Crossing`."""
-        self._capsule(array)
+        if self._streams is None or self._streams.of_import is not None:
+            self._capsule(array)
+        else:
+            self._streams.order_back()
 
     def _capsule(self, array: jax.Array) -> Any:
         stream = None if self._streams is None else self._streams.current()
@@ -117,7 +120,7 @@ class _Streams(threading.local):
         if stream is None:
             stream = self.of_import = jax_device.get_stream_for_external_ready_events()
         self._device = device
-        self._waiting = torch.cuda.ExternalStream(stream, device)
+        self._jaxs = torch.cuda.ExternalStream(stream, device)
         self._event = torch.cuda.Event()
         self._known: dict[int, torch.cuda.Stream] = {}
 
@@ -127,12 +130,20 @@ class _Streams(threading.local):
 
     def order(self) -> None:
         """Makes JAX's stream wait for all that the current stream was given."""
+        self._event.record(self._torchs())
+        self._jaxs.wait_event(self._event)
+
+    def order_back(self) -> None:
+        """Makes the current stream wait for all that JAX's was given, which runs the programs."""
+        self._event.record(self._jaxs)
+        self._torchs().wait_event(self._event)
+
+    def _torchs(self) -> torch.cuda.Stream:
         number = torch._C._cuda_getCurrentRawStream(self._device.index)
         stream = self._known.get(number)
         if stream is None:
             stream = self._known[number] = torch.cuda.current_stream(self._device)
-        self._event.record(stream)
-        self._waiting.wait_event(self._event)
+        return stream
 
 
 def find_crossing(device: torch.device, jax_device: jax.Device) -> Crossing:

@@ -10,10 +10,10 @@ was prepared, with the addresses of the tensors that are others now: only these 
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,9 +37,11 @@ from msa_icp_torch.bridge import (
 from msa_icp_torch.calls import DecodeCall, PrefillCall, clear_scores
 from msa_icp_torch.comm import check_aligned
 from msa_icp_torch.dlpack import at_row_offset
+from msa_icp_torch.graphs import Graph, Graphs
 from msa_icp_torch.remembered import RememberedCalls
 from msa_icp_torch.warmup import table_width_of
 
+_GRAPH_FROM = 2  # repeats of the same launches: from then on, one graph is launched
 _ALIGNMENT = 16  # bytes: what the kernels' vector loads and bulk copies ask of a buffer
 
 
@@ -110,7 +112,7 @@ class DirectRoute:
         bound = self._calls.find(owners, options)
         if bound is None:
             return False
-        self._stream.launch(bound.launches)
+        self._stream.repeat(bound)
         return True
 
     def decode(self, call: DecodeCall, owners: tuple[Any, ...], options: tuple[Any, ...]) -> None:
@@ -418,7 +420,6 @@ class DirectRoute:
         return torch.from_numpy(np.array(value)).to(self._device)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class BoundLaunches:
     """The launches of a decode.
 
@@ -426,10 +427,18 @@ class BoundLaunches:
       launches: what is launched.
       places: of each of the call's tensors, the arguments that it is, by launch; None: others
         cannot take its tensors' places.
+      once: how many of them are for one call alone: up to the last that takes its queries.
+      tail: the others, which come again.
     """
 
-    launches: Launches
-    places: list[list[tuple[int, int]]] | None
+    __slots__ = ("launches", "once", "places", "rest", "tail")
+
+    def __init__(self, launches: Launches, places: list[list[tuple[int, int]]] | None) -> None:
+        self.launches = launches
+        self.places = places
+        self.once = 0
+        self.tail = Tail(launches)
+        self.rest: Tail | None = None  # behind those that take the queries, once others have come
 
     @classmethod
     def of(cls, launches: Launches, owners: tuple[Any, ...], *, by_address: bool) -> BoundLaunches:
@@ -461,6 +470,38 @@ class BoundLaunches:
                 launches[step] = launches[step].at(place, tensor.data_ptr())
         return BoundLaunches(launches, self.places)
 
+    def with_queries(self, address: int) -> BoundLaunches | None:
+        """The launches with queries elsewhere, for one call."""
+        if self.places is None:
+            return None
+        found = BoundLaunches.__new__(BoundLaunches)
+        found.launches = [*self.launches]
+        for step, place in self.places[0]:
+            found.launches[step] = found.launches[step].at(place, address)
+            found.once = step + 1
+        if self.rest is None:
+            self.rest = Tail(self.launches[found.once :])
+        found.tail = self.rest
+        return found
+
+
+class Tail:
+    """The last launches of a decode, which become a graph when they have come often enough.
+
+    Attributes:
+      launches: what is launched.
+      graph: the same as a graph; None: not yet.
+      wanted: how often they come until then; -1: never.
+    """
+
+    __slots__ = ("graph", "launches", "wanted")
+
+    def __init__(self, launches: Launches) -> None:
+        able = len(launches) > 1 and all(step.kernel is not None for step in launches)
+        self.launches = launches
+        self.graph: Graph | None = None
+        self.wanted = _GRAPH_FROM if able else -1
+
 
 class Stream:
     """torch's current stream of one device, and launches on it."""
@@ -468,6 +509,7 @@ class Stream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._threads = _Threads()
+        self._graphs = Graphs()
 
     def device(self) -> Any:
         """The context in which torch works on this device."""
@@ -475,14 +517,49 @@ class Stream:
 
     def launch(self, launches: Launches) -> None:
         """Puts launches on the current stream."""
-        index = self._device.index
-        if torch._C._cuda_getDevice() != index:
-            with torch.cuda.device(self._device):
+        if not self._is_ready():
+            with self._made_ready():
                 self.launch(launches)
             return
-        if not self._threads.ready:
-            self.make_context_current()
-        aot.launch(launches, torch._C._cuda_getCurrentRawStream(index))
+        aot.launch(launches, self._current())
+
+    def repeat(self, bound: BoundLaunches) -> None:
+        """Puts a decode's launches on the current stream, those that come again as a graph."""
+        if not self._is_ready():
+            with self._made_ready():
+                self.repeat(bound)
+            return
+        stream, tail = self._current(), bound.tail
+        graph = tail.graph or self._graph(tail)
+        # A graph inside a capture would be a node that hides its kernels' early launches.
+        if graph is None or torch._C._cuda_isCurrentStreamCapturing():
+            aot.launch(bound.launches, stream)
+            return
+        aot.launch(bound.launches[: bound.once], stream)
+        graph.launch(stream)
+
+    def _graph(self, tail: Tail) -> Graph | None:
+        """The graph of launches that have come often enough; None: they have not, or cannot."""
+        if tail.wanted < 0 or torch._C._cuda_isCurrentStreamCapturing():
+            return None
+        tail.wanted -= 1
+        if tail.wanted < 0:
+            tail.graph = self._graphs.make(tail.launches)
+        return tail.graph
+
+    def _current(self) -> int:
+        return int(torch._C._cuda_getCurrentRawStream(self._device.index))
+
+    def _is_ready(self) -> bool:
+        """Whether this thread is on the device, with a context."""
+        return torch._C._cuda_getDevice() == self._device.index and self._threads.ready
+
+    @contextlib.contextmanager
+    def _made_ready(self) -> Iterator[None]:
+        with torch.cuda.device(self._device):
+            if not self._threads.ready:
+                self.make_context_current()
+            yield
 
     def make_context_current(self) -> None:
         """Gives this thread a CUDA context, which torch does only when it needs one."""

@@ -296,6 +296,9 @@ class _BoundDecode:
                 shared[i - 1] = _rows_of(self.bridge, name, tensor, self.tokens)
         return dataclasses.replace(self, shared=shared)
 
+    def with_queries(self, address: int) -> None:
+        """See `Bound`: an import goes with the tensor's object."""
+
     def score_and_select(self, index_q: torch.Tensor) -> torch.Tensor:
         """Runs the first program; returns the rows to send, behind it."""
         keys, table, lengths, counts, scores, _ = self.shared

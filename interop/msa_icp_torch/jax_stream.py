@@ -107,7 +107,7 @@ class _CallFrame(ctypes.Structure):
 
 
 _lock = threading.Lock()
-_seen: list[int | None] = []  # by the function, in a run of the program
+_seen: list[tuple[int, int | None]] = []  # by the function, in a run: its thread, the stream
 
 
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_CallFrame))
@@ -123,7 +123,7 @@ def _function(frame: Any) -> int | None:
         return None
     arguments = _StreamGetArgs(ctypes.sizeof(_StreamGetArgs), None, call.ctx, None)
     error: int | None = api.stream_get(ctypes.byref(arguments))
-    _seen.append(arguments.stream)
+    _seen.append((threading.get_ident(), arguments.stream))
     return error
 
 
@@ -141,7 +141,11 @@ def _register(platform: str) -> None:
 
 @functools.cache
 def find_stream(device: jax.Device) -> int | None:
-    """The stream's handle; None where it is not known, or not known to be the only one."""
+    """The stream's handle; None where it is not known, or not known to be the only one.
+
+    Where it is, a program is on the stream when its call returns: it gets there on the thread of
+    the call.
+    """
     version = tuple(int(x) for x in jaxlib.__version__.split(".")[:2])
     if device.platform != "gpu" or version not in _VERSIONS:
         return None
@@ -150,7 +154,8 @@ def find_stream(device: jax.Device) -> int | None:
         _seen.clear()
         _run(device)
         found = {*_seen}
-    return found.pop() if len(found) == 1 else None
+    thread, stream = found.pop() if len(found) == 1 else (0, None)
+    return stream if thread == threading.get_ident() else None
 
 
 def _run(device: jax.Device) -> None:

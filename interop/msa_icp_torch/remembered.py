@@ -33,6 +33,12 @@ class Bound(Protocol):
           changed: by the place among the call's tensors.
         """
 
+    def with_queries(self, address: int) -> Self | None:
+        """The same for one call whose queries lie there; None where that cannot be.
+
+        It is not asked for of calls that are told apart by the tensor objects.
+        """
+
 
 class RememberedCalls:
     """What earlier decodes were bound to, by their index keys, comm, tokens and options.
@@ -67,8 +73,13 @@ class RememberedCalls:
             if place == call.place and call.alike(*tensors):
                 if not self._by_object or call.knows(tensors):
                     return call.bound
-            elif not call.is_alike(tensors, place):
-                return self._find_behind(calls, owners)
+            else:
+                if not self._by_object and place[1:] == call.place[1:]:
+                    bound = call.once(tensors, place[0], self._alignment)
+                    if bound is not None:
+                        return bound
+                if not call.is_alike(tensors, place):
+                    return self._find_behind(calls, owners)
         except (TypeError, RuntimeError):  # no tensor, or one without a place
             return self._find_behind(calls, owners)
         return self._rebind(calls, call, tensors, place)
@@ -144,6 +155,8 @@ class _Remembered:
       spans: the memory of the tensors.
       known: the tensors.
       bound: what they are bound to.
+      written: the memory of both that is written.
+      newest: where the last queries lay that were others.
     """
 
     __slots__ = (
@@ -152,10 +165,12 @@ class _Remembered:
         "comm_spans",
         "forms",
         "known",
+        "newest",
         "place",
         "spans",
         "tensors_of",
         "watched",
+        "written",
     )
 
     def __init__(
@@ -179,11 +194,13 @@ class _Remembered:
         self.spans = spans
         self.known = known
         self.bound = bound
+        self.written = [(start, end) for start, end, is_written in spans + comm_spans if is_written]
+        self.newest = -1
 
     def is_alike(self, tensors: tuple[torch.Tensor, ...], place: list[int]) -> bool:
         """Whether tensors have the forms, in whatever mode.
 
-        Those in other places are asked one by one: a look is not for every kind of tensor.
+        Those in other places are asked one by one: a look ends the process at a nested tensor.
         """
         forms = self.forms
         for i, tensor in enumerate(tensors):
@@ -195,6 +212,25 @@ class _Remembered:
             return False
         self.alike = _look_for(tensors, forms)
         return True
+
+    def once(self, tensors: tuple[torch.Tensor, ...], start: int, alignment: int) -> Any | None:
+        """What these tensors are bound to, where only the queries are others, for this call alone.
+
+        None where they need more checks, or have come before: then they may come again.
+        """
+        if start == self.newest or start % alignment or tensors[0].is_nested:
+            return None
+        if not self.alike(*tensors):
+            return None
+        self.newest = start
+        old_start, old_end, _ = self.spans[0]
+        end = start + old_end - old_start
+        for other_start, other_end in self.written:
+            if other_start < end and start < other_end:
+                return None
+        if not _is_inside_storage(tensors[0], end - start):
+            return None
+        return self.bound.with_queries(start)
 
     def knows(self, tensors: tuple[torch.Tensor, ...]) -> bool:
         """Whether these are the very tensors."""

@@ -6,6 +6,7 @@ import gc
 import time
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from chains import check_output, make_plan, random_decode, random_prefill
@@ -15,7 +16,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed (extra torch
 import torch_inputs  # noqa: E402
 from torch_inputs import decode_step, prefill_local, prefill_window  # noqa: E402
 
-from msa_icp_torch import exchange  # noqa: E402
+from msa_icp_torch import crossing, exchange  # noqa: E402
+from msa_icp_torch.jax_stream import find_stream  # noqa: E402
 
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
@@ -126,10 +128,23 @@ def test_decode_writes_in_place_without_growing(self_exchange, tagged):
     np.testing.assert_array_equal(step.scores.cpu().numpy(), want)
 
 
+def test_jax_runs_its_programs_on_one_stream():
+    device = jax.devices()[0]
+    stream = find_stream(device)
+    assert stream is None or stream > 0
+    find_stream.cache_clear()
+    assert find_stream(device) == stream
+    version = tuple(int(x) for x in jax.__version__.split(".")[:2])
+    assert (stream is not None) == (version == (0, 11))
+
+
 @pytest.mark.parametrize("tagged", [False, True])
 @pytest.mark.parametrize("side", [False, True])
-def test_repeated_decodes_wait_for_work_in_flight(self_exchange, side, tagged):
+@pytest.mark.parametrize("known", [False, True])
+def test_repeated_decodes_wait_for_work_in_flight(self_exchange, monkeypatch, known, side, tagged):
     """What is written late to inputs, and to buffers that the last program left in JAX."""
+    if not known:
+        monkeypatch.setattr(crossing, "find_stream", lambda _: None)
     plan = prepare()
     step, comm = decode_step(plan, random_decode([300, 0, 4000, 1], 2, 128)), plan.init_comm()
 

@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -448,6 +449,53 @@ def test_repeats_answer_for_new_data_in_the_same_tensors(tagged, fused):
         repeating.write(seed)
         repeating.call()
         repeating.check()
+    assert len(graphs_of(repeating)) == (0 if fused else 2)
+
+
+def graphs_of(repeating: Repeating) -> list[Any]:
+    """Those that the repeated decodes became."""
+    calls = [plan._route._calls._calls.values() for plan in repeating.group.plans]
+    bound = [call.bound for found in calls for calls_of_key in found for call in calls_of_key]
+    tails = [tail for x in bound for tail in (x.tail, x.rest)]
+    return [tail.graph for tail in tails if tail is not None and tail.graph is not None]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_repeats_become_graphs_while_another_thread_captures(fresh):
+    """What is made for them on the way is no business of the capture."""
+    repeating = Repeating()
+    repeating.call()
+    torch.cuda.synchronize()
+    start, done = threading.Event(), threading.Event()
+    counter, graph = torch.zeros(1, device=GPU), torch.cuda.CUDAGraph()
+
+    def capture() -> None:
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            counter.add_(1)
+            start.set()
+            done.wait(60)
+            counter.add_(1)
+
+    queries = [[step.index_q.clone() for step in repeating.steps] for _ in range(8)]
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as threads:
+        captured = threads.submit(capture)
+        start.wait(60)
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for mine in queries:
+                    if fresh:
+                        steps = zip(repeating.steps, mine, strict=True)
+                        repeating.steps = [step._replace(index_q=q) for step, q in steps]
+                    repeating.call()
+        finally:
+            done.set()
+        captured.result()
+    repeating.check()
+    assert len(graphs_of(repeating)) == 2
+    graph.replay()
+    torch.cuda.synchronize()
+    assert counter.item() == 2
 
 
 def test_repeats_on_streams_that_wait_for_one_another():
@@ -534,12 +582,12 @@ def test_a_repeated_decode_may_be_forgotten_inside_a_capture():
 
 @pytest.mark.parametrize("dropped", [False, True])
 def test_ten_thousand_repeats_leak_nothing(dropped):
-    """Of one call, and of calls that are prepared, repeated and forgotten."""
+    """Of one call, and of calls that are prepared, repeated as graphs and forgotten."""
     repeating = Repeating()
 
     def work(count: int) -> None:
         for call in range(count):
-            if dropped and call % 2 == 0:
+            if dropped and call % 5 == 0:
                 repeating.steps = [
                     step._replace(index_q=step.index_q.clone()) for step in repeating.steps
                 ]
