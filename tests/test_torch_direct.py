@@ -575,6 +575,33 @@ def test_calls_of_many_forms_are_all_remembered(comm, look):
         assert len(others) == 4
 
 
+def test_queries_in_a_new_place_are_the_calls_once_they_stay_there(comm, look):
+    """Until then they are a call's alone, and the remembered one is as it was."""
+    calls = RememberedCalls(3)
+    queries, keys = torch.zeros(64), torch.zeros(64)
+    calls.remember((queries, keys, None, comm), (), Places())
+    ((call,),) = calls._calls.values()
+    moving = [torch.zeros(64) for _ in range(2)]
+    for _ in range(3):
+        for tensor in moving:
+            assert calls.find((tensor, keys, None, comm), ()).found == (0,)
+    assert [*calls._calls.values()] == [[call]]
+    for _ in range(remembered._SETTLED + 1):
+        assert calls.find((moving[0], keys, None, comm), ()).found == (0,)
+    ((call,),) = calls._calls.values()
+    assert call.place[0] == moving[0].data_ptr()
+
+
+@pytest.mark.parametrize("where", ["output", "comm"])
+def test_queries_that_meet_what_is_written_are_not_found(comm, look, where):
+    calls = RememberedCalls(3)
+    tensors = [torch.zeros(64, dtype=torch.int32) for _ in range(7)]
+    calls.remember((*tensors, None, comm), (), Places())
+    written = tensors[6] if where == "output" else comm.recv.view(-1)
+    assert calls.find((written[:64], *tensors[1:], None, comm), ()) is None
+    assert calls.find((tensors[0].clone(), *tensors[1:], None, comm), ()).found == (0,)
+
+
 @pytest.mark.parametrize("by_object", [False, True])
 def test_a_reused_id_is_not_the_old_tensor(comm, look, by_object):
     """Freed tensors' ids and addresses come back: as another place, or another object."""

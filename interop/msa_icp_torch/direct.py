@@ -429,16 +429,23 @@ class BoundLaunches:
         cannot take its tensors' places.
       once: how many of them are for one call alone: up to the last that takes its queries.
       tail: the others, which come again.
+      rest: those behind the queries, where calls have come with others; else None.
     """
 
     __slots__ = ("launches", "once", "places", "rest", "tail")
 
-    def __init__(self, launches: Launches, places: list[list[tuple[int, int]]] | None) -> None:
+    def __init__(
+        self,
+        launches: Launches,
+        places: list[list[tuple[int, int]]] | None,
+        once: int = 0,
+        tail: Tail | None = None,
+    ) -> None:
         self.launches = launches
         self.places = places
-        self.once = 0
-        self.tail = Tail(launches)
-        self.rest: Tail | None = None  # behind those that take the queries, once others have come
+        self.once = once
+        self.tail = Tail(launches) if tail is None else tail
+        self.rest: Tail | None = None
 
     @classmethod
     def of(cls, launches: Launches, owners: tuple[Any, ...], *, by_address: bool) -> BoundLaunches:
@@ -468,21 +475,22 @@ class BoundLaunches:
         for i, tensor in changed.items():
             for step, place in self.places[i]:
                 launches[step] = launches[step].at(place, tensor.data_ptr())
-        return BoundLaunches(launches, self.places)
+        found = BoundLaunches(launches, self.places)
+        if changed.keys() == {0}:
+            found.rest = self.rest
+        return found
 
     def with_queries(self, address: int) -> BoundLaunches | None:
         """The launches with queries elsewhere, for one call."""
         if self.places is None:
             return None
-        found = BoundLaunches.__new__(BoundLaunches)
-        found.launches = [*self.launches]
+        launches, once = [*self.launches], 0
         for step, place in self.places[0]:
-            found.launches[step] = found.launches[step].at(place, address)
-            found.once = step + 1
+            launches[step] = launches[step].at(place, address)
+            once = step + 1
         if self.rest is None:
-            self.rest = Tail(self.launches[found.once :])
-        found.tail = self.rest
-        return found
+            self.rest = Tail(launches[once:])
+        return BoundLaunches(launches, self.places, once, self.rest)
 
 
 class Tail:

@@ -155,15 +155,14 @@ class DlpackRoute:
         shape = (geometry.world_size, geometry.heads_per_rank, call.tokens, *row)
         of_comm = self._rows.setdefault(call.comm, {})
         if shape not in of_comm:
-            of_comm[shape] = _Exchanged(self._bridge, shape)
+            of_comm[shape] = _Exchanged(self._bridge, shape, tagged=call.tagged)
         return of_comm[shape]
 
     def _run(self, bound: _BoundDecode, index_q: torch.Tensor) -> None:
         """Scores and selects in one program, exchanges, stores and merges in another."""
         with self._bridge.guard():
             sent = bound.score_and_select(index_q)
-            # Zeros: no row of an earlier call where a peer sends less.
-            received = bound.exchanged.received.zero_()
+            received = bound.exchanged.place()
             exchange.all_to_all(received, sent, self._group)
             bound.store_and_merge(received)
 
@@ -322,19 +321,24 @@ class _BoundDecode:
 
 
 class _Exchanged:
-    """The rows that a decode sends and receives, in memory that is kept for the next call.
+    """The rows that a decode sends and receives, in memory that is kept for the next call."""
 
-    Attributes:
-      received: where the others' rows arrive.
-    """
-
-    def __init__(self, bridge: Bridge, shape: tuple[int, ...]) -> None:
-        """Rows int32 of this shape, on the bridge's device."""
+    def __init__(self, bridge: Bridge, shape: tuple[int, ...], *, tagged: bool) -> None:
+        """Rows int32 of this shape, tagged or legacy, on the bridge's device."""
         self._bridge = bridge
+        self._tagged = tagged
         with torch.inference_mode(False):  # they are written outside inference mode too
-            self.received = torch.zeros(shape, dtype=torch.int32, device=bridge.device)
-            self._sent = torch.zeros_like(self.received) if bridge.donates else None
+            self._received = torch.zeros(shape, dtype=torch.int32, device=bridge.device)
+            self._sent = torch.zeros_like(self._received) if bridge.donates else None
         self._shared = None if self._sent is None else bridge.shared("sent", self._sent)
+
+    def place(self) -> torch.Tensor:
+        """Where the others' rows arrive.
+
+        Where a peer sends less, no row of an earlier call may be taken for one of this call: tags
+        tell them apart, flags do not.
+        """
+        return self._received if self._tagged else self._received.zero_()
 
     def lend(self) -> jax.Array | None:
         """Where a program writes the rows to send; None: not into the caller's memory."""

@@ -16,6 +16,7 @@ import torch
 from msa_icp_torch.bridge import span_of, spans_of
 
 _MOST = 4096  # calls: every layer's cache, in three slots, for many batches
+_SETTLED = 3  # calls on end whose queries lie in the same new place, before it is the call's
 _ALIGNMENT = 16  # bytes: what the kernels' vector loads and bulk copies ask of a buffer
 _INDEX_K, _INPUTS = 1, 5  # the place of the index keys among owners; how many of them are read
 _POOL_DTYPE = torch.uint8  # of a pool alone, which the step that clears it holds
@@ -156,7 +157,7 @@ class _Remembered:
       known: the tensors.
       bound: what they are bound to.
       written: the memory of both that is written.
-      newest: where the last queries lay that were others.
+      newest, times: where the last queries lay that were others, and how often on end.
     """
 
     __slots__ = (
@@ -169,6 +170,7 @@ class _Remembered:
         "place",
         "spans",
         "tensors_of",
+        "times",
         "watched",
         "written",
     )
@@ -196,6 +198,7 @@ class _Remembered:
         self.bound = bound
         self.written = [(start, end) for start, end, is_written in spans + comm_spans if is_written]
         self.newest = -1
+        self.times = 0
 
     def is_alike(self, tensors: tuple[torch.Tensor, ...], place: list[int]) -> bool:
         """Whether tensors have the forms, in whatever mode.
@@ -216,13 +219,14 @@ class _Remembered:
     def once(self, tensors: tuple[torch.Tensor, ...], start: int, alignment: int) -> Any | None:
         """What these tensors are bound to, where only the queries are others, for this call alone.
 
-        None where they need more checks, or have come before: then they may come again.
+        None where they need more checks, or came a few times on end: then they come again.
         """
-        if start == self.newest or start % alignment or tensors[0].is_nested:
+        self.newest, times = start, self.times + 1 if start == self.newest else 1
+        self.times = times
+        if times > _SETTLED or start % alignment or tensors[0].is_nested:
             return None
         if not self.alike(*tensors):
             return None
-        self.newest = start
         old_start, old_end, _ = self.spans[0]
         end = start + old_end - old_start
         for other_start, other_end in self.written:

@@ -232,7 +232,7 @@ def test_ten_thousand_calls_leak_nothing(self_exchange):
     for slot in range(10_000):
         call(slot)
     assert allocated() <= used
-    assert len(plan._route._bridge._kept) < 10
+    assert len(plan._route._bridge._kept) < 15
     assert comm.errors.item() == 0
 
 
