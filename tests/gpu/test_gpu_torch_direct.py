@@ -587,7 +587,7 @@ def test_ten_thousand_repeats_leak_nothing(dropped):
 
     def work(count: int) -> None:
         for call in range(count):
-            if dropped and call % 5 == 0:
+            if dropped and call % 9 == 0:  # they settle, and become a graph
                 repeating.steps = [
                     step._replace(index_q=step.index_q.clone()) for step in repeating.steps
                 ]
