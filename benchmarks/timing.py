@@ -183,7 +183,7 @@ def _bound(found: Lowered, buffers: Sequence[Any], scratch: list[Any]) -> tuple[
     if not scratch:
         scratch += [_empty(struct, 0) for struct in found.scratch]
     tensors = [x if torch.is_tensor(x) else torch.from_dlpack(x) for x in buffers]
-    program = aot.Program(found, scratch, _on_device)
+    program = aot.Compiled(found, scratch, _on_device)
     launches = program.bind(tensors)
 
     def launch(_alive: Any = (program, tensors)) -> None:

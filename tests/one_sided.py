@@ -123,7 +123,7 @@ class Rank:
     ) -> None:
         _, self.world_size, self.heads, self.capacity = recv.shape[:4]
         self.form, self.number, self.recv, self.device = form, rank, recv, recv.device
-        self._programs: list[aot.Program] = []
+        self._programs: list[aot.Compiled] = []
         self.rows = self._full(self.world_size, self.heads, tokens, 33)
         self.counts = self._full(tokens)
         self.output = self._full(tokens + SPARE_ROWS, self.heads, 16, fill=UNTOUCHED)
@@ -162,7 +162,7 @@ class Rank:
     def _bind(self, lowered: aot.Lowered, *arguments: torch.Tensor) -> Any:
         assert not lowered.scratch
         torch.cuda.current_stream(self.device).synchronize()  # makes the context current
-        program = aot.Program(lowered, [], lambda x: torch.tensor(x).to(self.device))
+        program = aot.Compiled(lowered, [], lambda x: torch.tensor(x).to(self.device))
         launches = program.bind(arguments)
         self._programs.append(program)  # launches know its constants by their addresses alone
 

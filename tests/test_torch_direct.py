@@ -1112,15 +1112,15 @@ def lowered_kernels() -> list[Any]:
     """Every kind of a chain's kernels, lowered anew."""
     limits = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     plan = make_plan(2, 128, rank=1, backend="mosaic", **limits)
-    facts = kernels.Facts(plan, launch.Target(sms=SMS))
-    batch = kernels.Batch(2, 2, (8, 64, 128), 8)
-    prefill = kernels.Window(40, 2, 40, (8, 64, 128), 8)
+    lowering = kernels.Lowering(plan, launch.Target(sms=SMS))
+    batch = kernels.DecodeShapes(2, 2, (8, 64, 128), 8)
+    prefill = kernels.PrefillShapes(40, 2, 40, (8, 64, 128), 8)
     return [
-        kernels.decode_scores(facts, batch, True),
-        kernels.select_and_publish_rows(facts, 4, False, True, 64),
-        kernels.merge_rows(facts, 4, True, True, 64),
-        kernels.prefill_local(facts, prefill, 40, False),
-        kernels.prefill_merge(facts, 40, 40),
+        kernels.decode_scores(lowering, batch, True),
+        kernels.select_and_publish_rows(lowering, 4, False, True, 64),
+        kernels.merge_rows(lowering, 4, True, True, 64),
+        kernels.prefill_local(lowering, prefill, 40, False),
+        kernels.prefill_merge(lowering, 40, 40),
     ]
 
 

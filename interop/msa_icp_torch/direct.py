@@ -25,7 +25,7 @@ from msa_icp_jax import MSAIcpScorePlan, rows
 from msa_icp_jax.comm import mark_of
 from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, TOPK
 from msa_icp_jax.ops._mosaic import aot
-from msa_icp_jax.ops._mosaic.aot import BoundStep, Copy, Launches, Lowered, Program
+from msa_icp_jax.ops._mosaic.aot import BoundStep, Compiled, Copy, Launches, Lowered
 from msa_icp_jax.ops._mosaic.launch import Target
 from msa_icp_jax.shapes import decode_shapes
 from msa_icp_jax.typing import ResolvedRoute
@@ -69,8 +69,8 @@ class DirectRoute:
         self._spin_limit = spin_limit
         self._target = Target(sms=sms)
         self._stream = Stream(device)
-        self._facts_at: dict[int, kernels.Facts] = {}
-        self._programs: dict[tuple[Any, ...], Program] = {}
+        self._lowerings: dict[int, kernels.Lowering] = {}
+        self._programs: dict[tuple[Any, ...], Compiled] = {}
         self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
         self._calls = RememberedCalls()
         slots = torch.arange(NUM_SLOTS, dtype=torch.int32).repeat_interleave(_ALIGNMENT // 4)
@@ -137,12 +137,12 @@ class DirectRoute:
 
     def _scorer(
         self, lower: Callable[..., Lowered], call: DecodeCall, *counts: torch.Tensor
-    ) -> tuple[Program, Launches]:
+    ) -> tuple[Compiled, Launches]:
         """What scores a call, and its launches."""
         base, row_offset = pages.base_of(call.index_k)
         requests, width = call.block_table.shape
-        batch = kernels.Batch(requests, call.query_len, tuple(base.shape), width)
-        scorer = self._program(lower, self._facts(row_offset), batch, call.enable_pdl)
+        shapes = kernels.DecodeShapes(requests, call.query_len, tuple(base.shape), width)
+        scorer = self._program(lower, self._lowering(row_offset), shapes, call.enable_pdl)
         inputs = (call.index_q, base, call.block_table, call.seq_lens)
         launches = scorer.bind((*inputs, *counts, call.scores))
         if call.fused:
@@ -161,16 +161,16 @@ class DirectRoute:
         select = self._publishing_select(call.tokens, call.tagged, call.enable_pdl)
         return [*scores, *select.bind((call.scores, call.num_valid_pages, *peers))]
 
-    def _publishing_select(self, tokens: int, tagged: bool, pdl: bool) -> Program:
+    def _publishing_select(self, tokens: int, tagged: bool, pdl: bool) -> Compiled:
         form = (tokens, tagged, pdl, self._spin_limit)
-        return self._program(kernels.select_and_publish_rows, self._facts(), *form)
+        return self._program(kernels.select_and_publish_rows, self._lowering(), *form)
 
     def _merge(self, call: DecodeCall, spin_limit: int) -> Launches:
         """Merges the rows of the slot, each of which is looked at up to `spin_limit` times."""
         comm = call.comm
         merge = self._program(
             kernels.merge_rows,
-            self._facts(),
+            self._lowering(),
             call.tokens,
             call.tagged,
             call.enable_pdl,
@@ -259,11 +259,11 @@ class DirectRoute:
             clear = BoundStep(functools.partial(_clear, call))
             if call.fused:
                 return [clear]
-            form = (self._facts(), call.tokens, carrier_tokens)
+            form = (self._lowering(), call.tokens, carrier_tokens)
             select = self._program(kernels.prefill_select, *form)
             return [clear, *select.bind((call.plane, call.num_valid_pages, call.carrier))]
         base, row_offset = pages.base_of(call.index_k)
-        shapes = kernels.Window(
+        shapes = kernels.PrefillShapes(
             call.tokens,
             call.window_plan.num_segments,
             call.window_plan.total_q,
@@ -271,7 +271,7 @@ class DirectRoute:
             call.block_table.shape[1],
         )
         local = self._program(
-            kernels.prefill_local, self._facts(row_offset), shapes, carrier_tokens, call.fused
+            kernels.prefill_local, self._lowering(row_offset), shapes, carrier_tokens, call.fused
         )
         inputs = (call.query, base, call.block_table, *window.leaves(call.window_plan).values())
         plane = () if call.plane is None else (call.plane,)
@@ -283,7 +283,9 @@ class DirectRoute:
         """Launches the merge of a window."""
         tokens = num_valid_pages.shape[0]
         with self._stream.device():
-            merge = self._program(kernels.prefill_merge, self._facts(), tokens, received.shape[2])
+            merge = self._program(
+                kernels.prefill_merge, self._lowering(), tokens, received.shape[2]
+            )
             self._stream.launch(merge.bind((received, num_valid_pages, output)))
 
     # ---- warmup ----
@@ -315,11 +317,11 @@ class DirectRoute:
 
     def _warm_exchange(self, tokens: int, forms: Mapping[bool, Sequence[bool]]) -> None:
         """What comes behind the exchange in a decode, and sends the rows of a one-sided one."""
-        facts = self._facts()
+        lowering = self._lowering()
         for tagged, transports in forms.items():
             for one_sided in transports:
                 spin_limit = self._spin_limit if one_sided else 1
-                self._program(kernels.merge_rows, facts, tokens, tagged, True, spin_limit)
+                self._program(kernels.merge_rows, lowering, tokens, tagged, True, spin_limit)
                 if one_sided:
                     self._publishing_select(tokens, tagged, True)
         self._warm_buffers(tokens)
@@ -333,11 +335,11 @@ class DirectRoute:
         forms: Mapping[bool, Sequence[bool]],
     ) -> None:
         base, row_offset = pages.base_of(index_k)
-        batch = kernels.Batch(requests, query_len, tuple(base.shape), width)
+        shapes = kernels.DecodeShapes(requests, query_len, tuple(base.shape), width)
         transports = {one_sided for wanted in forms.values() for one_sided in wanted}
         for one_sided in sorted(transports):
             lower = kernels.decode_scores if one_sided else kernels.decode_local
-            self._program(lower, self._facts(row_offset), batch, True)
+            self._program(lower, self._lowering(row_offset), shapes, True)
 
     def _warm_buffers(self, tokens: int) -> None:
         """Allocates what the exchanges take."""
@@ -350,32 +352,34 @@ class DirectRoute:
         self._buffer("wraps", NUM_HEADS, tokens, dtype=torch.bool)
 
     def _warm_prefill(self, index_k: torch.Tensor | None, width: int, fused: bool | None) -> None:
-        geometry, facts = self._plan.geometry, self._facts()
+        geometry, lowering = self._plan.geometry, self._lowering()
         tokens = geometry.window_tokens
-        self._program(kernels.prefill_merge, facts, tokens, tokens)
+        self._program(kernels.prefill_merge, lowering, tokens, tokens)
         if index_k is None:
             return
         base, row_offset = pages.base_of(index_k)
-        shapes = kernels.Window(tokens, geometry.max_num_seqs, tokens, tuple(base.shape), width)
+        shapes = kernels.PrefillShapes(
+            tokens, geometry.max_num_seqs, tokens, tuple(base.shape), width
+        )
         fused = self._plan.fused_prefill if fused is None else fused
-        self._program(kernels.prefill_local, self._facts(row_offset), shapes, tokens, fused)
+        self._program(kernels.prefill_local, self._lowering(row_offset), shapes, tokens, fused)
 
     # ---- programs and their memory ----
 
-    def _facts(self, row_offset: int = 0) -> kernels.Facts:
-        if row_offset not in self._facts_at:
+    def _lowering(self, row_offset: int = 0) -> kernels.Lowering:
+        if row_offset not in self._lowerings:
             plan = at_row_offset(self._plan, row_offset)
-            self._facts_at[row_offset] = kernels.facts_of(plan, self._target)
-        return self._facts_at[row_offset]
+            self._lowerings[row_offset] = kernels.lowering_of(plan, self._target)
+        return self._lowerings[row_offset]
 
-    def _program(self, lower: Callable[..., Lowered], *shapes: Any) -> Program:
+    def _program(self, lower: Callable[..., Lowered], *shapes: Any) -> Compiled:
         """The kernels of these shapes, compiled here at first, unless the stream is captured."""
         key = (lower.__name__, *shapes)
         if key not in self._programs:
             self._refuse_capture()
             lowered = lower(*shapes)
             self._stream.make_context_current()
-            self._programs[key] = Program(lowered, self._scratch(key, lowered), self._upload)
+            self._programs[key] = Compiled(lowered, self._scratch(key, lowered), self._upload)
         return self._programs[key]
 
     def _refuse_capture(self) -> None:
@@ -386,7 +390,7 @@ class DirectRoute:
                 "with these shapes, or the method once"
             )
 
-    def _result(self, program: Program) -> torch.Tensor:
+    def _result(self, program: Compiled) -> torch.Tensor:
         """The rows that a program leaves in scratch memory, as they are sent."""
         found = program.buffer(program.returned[0], ())
         owned = (self._plan.geometry.world_size, self._plan.geometry.heads_per_rank)

@@ -34,8 +34,8 @@ from msa_icp_torch.programs import comm_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Facts:
-    """What every kernel of a plan is built for; made by `facts_of`, and told apart by identity.
+class Lowering:
+    """What every kernel of a plan is built for; made by `lowering_of`, and told apart by identity.
 
     Attributes:
       plan: the plan, with a fixed rank and the Mosaic backend.
@@ -67,16 +67,16 @@ class Facts:
 
 
 @functools.cache
-def facts_of(plan: MSAIcpIndexerPlan, target: Target) -> Facts:
-    """The same facts for plans that are equal."""
-    return Facts(plan, target)
+def lowering_of(plan: MSAIcpIndexerPlan, target: Target) -> Lowering:
+    """The same lowering for plans that are equal."""
+    return Lowering(plan, target)
 
 
 # ---- decode ----
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class DecodeShapes:
     """Shapes of a decode call's inputs.
 
     Attributes:
@@ -91,57 +91,52 @@ class Batch:
     pages: tuple[int, ...]
     table_width: int
 
-    @property
-    def tokens(self) -> int:
-        """T."""
-        return self.requests * self.query_len
-
-    def arrays(self, facts: Facts) -> dict[str, Any]:
+    def arrays(self, lowering: Lowering) -> dict[str, Any]:
         """The call's arguments by name."""
-        shapes = facts.shapes(self.pages, self.table_width)
+        shapes = lowering.shapes(self.pages, self.table_width)
         return shapes.decode(self.requests, self.query_len)
 
 
 @functools.cache
-def decode_scores(facts: Facts, batch: Batch, pdl: bool) -> Lowered:
+def decode_scores(lowering: Lowering, shapes: DecodeShapes, pdl: bool) -> Lowered:
     """``(index_q, index_k, block_table, seq_lens, scores)``; scores are written."""
-    geometry = facts.geometry
+    geometry = lowering.geometry
     layout = geometry.world_size, geometry.page_size, geometry.row_offset
 
     def run(query: Any, keys: Any, *others: Any) -> Any:
-        shard = Shard(keys, facts.rank, *layout)
+        shard = Shard(keys, lowering.rank, *layout)
         return decode_score.decode_scores(query, shard, *others, enable_pdl=pdl, backend="mosaic")
 
     names = ("index_q", "index_k", "block_table", "seq_lens", "scores")
-    return facts.lower(run, *(batch.arrays(facts)[name] for name in names))
+    return lowering.lower(run, *(shapes.arrays(lowering)[name] for name in names))
 
 
 @functools.cache
-def decode_local(facts: Facts, batch: Batch, pdl: bool) -> Lowered:
+def decode_local(lowering: Lowering, shapes: DecodeShapes, pdl: bool) -> Lowered:
     """``(index_q, index_k, block_table, seq_lens, num_valid_pages, scores)`` to rows.
 
     Scores are written.
     """
 
     def run(*arrays: Any) -> Any:
-        options: dict[str, Any] = {"decode_query_len": batch.query_len, "enable_pdl": pdl}
-        return facts.plan.decode_local(*arrays, fused=False, **options)[0]
+        options: dict[str, Any] = {"decode_query_len": shapes.query_len, "enable_pdl": pdl}
+        return lowering.plan.decode_local(*arrays, fused=False, **options)[0]
 
-    arrays = batch.arrays(facts)
+    arrays = shapes.arrays(lowering)
     del arrays["output"]
-    return facts.lower(run, *arrays.values())
+    return lowering.lower(run, *arrays.values())
 
 
 @functools.cache
 def select_and_publish_rows(
-    facts: Facts, tokens: int, tagged: bool, pdl: bool, spin_limit: int
+    lowering: Lowering, tokens: int, tagged: bool, pdl: bool, spin_limit: int
 ) -> Lowered:
     """``(scores, num_valid_pages, recv_bases, slot, counters)``, to the peers' memory.
 
     The counters, which are the errors of legacy and the publish generations of tagged rows, are
     written.
     """
-    geometry = facts.geometry
+    geometry = lowering.geometry
 
     names = ("recv_bases", "errors")
     if tagged:
@@ -151,9 +146,9 @@ def select_and_publish_rows(
         comm = one_sided.select_and_publish(
             scores,
             counts,
-            comm_of(facts.plan, dict(zip(names, (bases, counters), strict=True))),
+            comm_of(lowering.plan, dict(zip(names, (bases, counters), strict=True))),
             geometry=geometry,
-            rank=facts.rank,
+            rank=lowering.rank,
             slot=slot,
             tagged=tagged,
             enable_pdl=pdl,
@@ -161,19 +156,21 @@ def select_and_publish_rows(
         )
         return getattr(comm, names[1])
 
-    shapes = facts.shapes()
+    shapes = lowering.shapes()
     scored = (shapes.plane("scores", tokens), shapes.int32("num_valid_pages", tokens))
     bases, counters = shapes.comm(*names).values()
-    return facts.lower(run, *scored, bases, shapes.int32("slot", 1), counters)
+    return lowering.lower(run, *scored, bases, shapes.int32("slot", 1), counters)
 
 
 @functools.cache
-def merge_rows(facts: Facts, tokens: int, tagged: bool, pdl: bool, spin_limit: int) -> Lowered:
+def merge_rows(
+    lowering: Lowering, tokens: int, tagged: bool, pdl: bool, spin_limit: int
+) -> Lowered:
     """``(recv, num_valid_pages, slot, output, errors[, expected_generations])``.
 
     All but the counts and the slot are written. A row is looked at up to `spin_limit` times.
     """
-    geometry = facts.geometry
+    geometry = lowering.geometry
 
     def run(recv: Any, counts: Any, slot: Any, output: Any, errors: Any, *expected: Any) -> Any:
         return merge_in_slot(
@@ -185,25 +182,25 @@ def merge_rows(facts: Facts, tokens: int, tagged: bool, pdl: bool, spin_limit: i
             spin_limit=spin_limit,
         )
 
-    shapes = facts.shapes()
+    shapes = lowering.shapes()
     counts, slot = shapes.int32("num_valid_pages", tokens), shapes.int32("slot", 1)
     names = ("tagged_recv", "errors", "expected_generations") if tagged else ("recv", "errors")
     recv, *counters = shapes.comm(*names).values()
-    return facts.lower(run, recv, counts, slot, shapes.output(tokens), *counters)
+    return lowering.lower(run, recv, counts, slot, shapes.output(tokens), *counters)
 
 
 # ---- prefill ----
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
+class PrefillShapes:
     """Shapes of a prefill call's inputs.
 
     Attributes:
       tokens: T.
       segments: B, at least 1.
       total_q: query rows of the window plan.
-      pages, table_width: as of a `Batch`.
+      pages, table_width: as of `DecodeShapes`.
     """
 
     tokens: int
@@ -212,18 +209,20 @@ class Window:
     pages: tuple[int, ...]
     table_width: int
 
-    def arrays(self, facts: Facts) -> dict[str, Any]:
+    def arrays(self, lowering: Lowering) -> dict[str, Any]:
         """The call's arguments by name; the bounds of the window plan decide nothing here."""
-        shapes = facts.shapes(self.pages, self.table_width)
+        shapes = lowering.shapes(self.pages, self.table_width)
         lengths = shapes.int32("lengths", self.segments)
         plan = MSAIcpScorePlan(lengths, lengths, lengths, lengths, self.total_q, 0, 0)
         with aot.on_cpu():
-            work = jax.eval_shape(functools.partial(prefill_work, ctas=facts.target.sms), plan)
+            work = jax.eval_shape(functools.partial(prefill_work, ctas=lowering.target.sms), plan)
         return shapes.prefill(dataclasses.replace(plan, work=work), self.tokens)
 
 
 @functools.cache
-def prefill_local(facts: Facts, window: Window, carrier_tokens: int, fused: bool) -> Lowered:
+def prefill_local(
+    lowering: Lowering, shapes: PrefillShapes, carrier_tokens: int, fused: bool
+) -> Lowered:
     """``(query, index_k, block_table, *window plan, num_valid_pages, carrier[, score_scratch])``.
 
     The carrier and the scratch, which is left out when fused, are written.
@@ -233,22 +232,22 @@ def prefill_local(facts: Facts, window: Window, carrier_tokens: int, fused: bool
         query: Any, index_k: Any, table: Any, plan: Any, counts: Any, carrier: Any, *plane: Any
     ) -> Any:
         scratch = plane[0] if plane else None
-        return facts.plan.prefill_local(
+        return lowering.plan.prefill_local(
             query, index_k, table, plan, scratch, counts, carrier, fused=fused
         )
 
-    arrays = window.arrays(facts)
+    arrays = shapes.arrays(lowering)
     names = ("query", "index_k", "block_table", "window_plan", "num_valid_pages")
-    carrier = _carrier(facts.shapes(), carrier_tokens)
+    carrier = _carrier(lowering.shapes(), carrier_tokens)
     plane = [] if fused else [arrays["score_scratch"]]
-    return facts.lower(run, *(arrays[name] for name in names), carrier, *plane)
+    return lowering.lower(run, *(arrays[name] for name in names), carrier, *plane)
 
 
 @functools.cache
-def prefill_select(facts: Facts, tokens: int, carrier_tokens: int) -> Lowered:
+def prefill_select(lowering: Lowering, tokens: int, carrier_tokens: int) -> Lowered:
     """``(score_scratch, num_valid_pages, carrier)``, of a window that has no segment."""
-    geometry = facts.geometry
-    offset = geometry.index_offset(facts.rank)
+    geometry = lowering.geometry
+    offset = geometry.index_offset(lowering.rank)
     candidates = Candidates(geometry.forced, geometry.index_scale, offset)
 
     def run(scores: Any, counts: Any, carrier: Any) -> Any:
@@ -256,17 +255,19 @@ def prefill_select(facts: Facts, tokens: int, carrier_tokens: int) -> Lowered:
             scores, counts, carrier, None, candidates, enable_pdl=True, backend="mosaic"
         )
 
-    shapes = facts.shapes()
+    shapes = lowering.shapes()
     scored = (shapes.plane("scores", tokens), shapes.int32("num_valid_pages", tokens))
-    return facts.lower(run, *scored, _carrier(shapes, carrier_tokens))
+    return lowering.lower(run, *scored, _carrier(shapes, carrier_tokens))
 
 
 @functools.cache
-def prefill_merge(facts: Facts, tokens: int, received_tokens: int) -> Lowered:
+def prefill_merge(lowering: Lowering, tokens: int, received_tokens: int) -> Lowered:
     """``(received, num_valid_pages, output)``; output is written."""
-    shapes = facts.shapes()
+    shapes = lowering.shapes()
     counts, output = shapes.int32("num_valid_pages", tokens), shapes.output(tokens)
-    return facts.lower(facts.plan.prefill_merge, shapes.received(received_tokens), counts, output)
+    return lowering.lower(
+        lowering.plan.prefill_merge, shapes.received(received_tokens), counts, output
+    )
 
 
 def _carrier(shapes: Shapes, tokens: int) -> jax.ShapeDtypeStruct:

@@ -2,7 +2,7 @@
 
 1. `lower` traces a function of the package for CUDA (no GPU is needed), takes its kernels apart and
    says where each of their buffers comes from: a `Lowered`.
-2. A `Program` compiles the kernels through the C symbols of JAX's CUDA plugin; `bind` fixes the
+2. A `Compiled` compiles the kernels through the C symbols of JAX's CUDA plugin; `bind` fixes the
    addresses.
 3. `launch` puts that on a CUDA stream, also while the stream is captured into a CUDA graph. It
    allocates nothing and waits for nothing.
@@ -433,7 +433,7 @@ def bound_kernel(launcher: Launcher, kernel: int | None, arguments: Any) -> Boun
 Launches = list[BoundStep]
 
 
-class Program:
+class Compiled:
     """A lowered function, compiled in this thread's current CUDA context, with its own buffers.
 
     Buffers are torch tensors (anything with torch's `data_ptr`, `view`, `fill_` and `copy_`) on the
