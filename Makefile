@@ -16,8 +16,9 @@ OLDEST_JAX := 0.11.2
 VENV_OLDEST := .venv-jax-$(OLDEST_JAX)
 comma := ,
 CUDA_EXTRA := $(if $(CUDA),$(comma)cuda$(CUDA))
-# Two workers where there are two cores: a worker compiles and runs on several threads itself.
-WORKERS = $(shell test "$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)" -ge 2 && printf '%s' '-n 2')
+# Two workers where there are two cores: a worker compiles and runs on several threads itself. Each
+# begins with a half of the files, whose tests share compiled programs, and then takes of the other's.
+WORKERS = $(shell test "$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)" -ge 2 && printf '%s' '-n 2 --dist worksteal')
 
 help: ## say what the targets are
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile

@@ -30,7 +30,7 @@ from serve.pages import PagePool  # noqa: E402
 from serve.server import Request, Server  # noqa: E402
 from serve.workload import Workload  # noqa: E402
 
-STEPS = 60
+STEPS = 52
 CONFIG = model.Config()
 EXACT_IN_FLOAT32 = 2**24  # every integer up to here
 
