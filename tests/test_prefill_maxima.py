@@ -24,8 +24,8 @@ def pieces(monkeypatch):
     def inline_mgpu(**_: Any) -> Any:
         return lambda run: lambda *arguments: run(None, *arguments)
 
-    def store_row(target: Words, values: list[Lane], columns: int) -> None:
-        del columns
+    def store_row(target: Words, values: list[Lane], plane: Plane) -> None:
+        del plane
         for g, value in enumerate(values):
             (target + g).store(value)
 

@@ -29,6 +29,9 @@ type _Operation = Callable[..., ir.Value]
 ALL_LANES = 0xFFFFFFFF
 _SMEM, _GMEM = 3, 1  # NVPTX address spaces
 
+# Which lines leave the L2 cache first or last, as createpolicy.fractional gives it.
+EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
+
 
 class Lane:
     """One value of one thread."""
@@ -509,13 +512,22 @@ def copy(
 ) -> None:
     """Starts copying 1 or 4 aligned words from global to shared memory (where they are wanted).
 
-    They are `further` words beyond `source`, and come as far beyond `place`.
+    They are `further` words beyond `source`, and come as far beyond `place`. Four words, a chunk of
+    what is read once, leave the L2 cache first.
     """
     guard = "" if wanted is None else "@$2 "
-    cached = {1: "ca", 4: "cg"}[words]
-    addresses = f"[$0+{4 * further}], [$1+{4 * further}]"
-    text = f"{guard}cp.async.{cached}.shared.global {addresses}, {4 * words};"
-    ptx(text, Lane(place.pointer), Lane(source.pointer), *([] if wanted is None else [wanted]))
+    operands = [Lane(place.pointer), Lane(source.pointer), *([] if wanted is None else [wanted])]
+    addresses = f"[$0+{4 * further}], [$1+{4 * further}], {4 * words}"
+    if words == 1:
+        ptx(f"{guard}cp.async.ca.shared.global {addresses};", *operands)
+        return
+    hinted = f"{guard}cp.async.cg.shared.global.L2::cache_hint {addresses}, policy;"
+    ptx(with_policy(EVICT_FIRST, hinted), *operands)
+
+
+def with_policy(policy: int, text: str) -> str:
+    """PTX with a cache policy in the register `policy`."""
+    return f"{{ .reg .b64 policy; mov.b64 policy, {policy:#x}; {text} }}"
 
 
 def await_copies() -> None:

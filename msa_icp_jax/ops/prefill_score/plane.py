@@ -41,6 +41,7 @@ from msa_icp_jax.ops.prefill_score.wgmma import (
     layout_of,
     type_of,
 )
+from msa_icp_jax.ops.select import eight_rows
 from msa_icp_jax.ops.select.long_rows import find_bounds
 
 _LOWEST = float("-inf")
@@ -73,6 +74,11 @@ class Plane:
     def scale(self) -> int:
         """Blocks from one column to the next."""
         return self.pages.size // BLOCK_SIZE
+
+    @property
+    def kept(self) -> bool:
+        """Whether stores are to stay in the L2 cache until a selection, which comes next, reads."""
+        return self.hidden == "candidates" and self.columns <= eight_rows.CAPACITY
 
 
 class Rows(NamedTuple):
@@ -110,7 +116,7 @@ def store_maxima(
         target = _plane_row(scores, first + row, plane.columns) + column
         if not causal:
             with when(live):
-                _store_row(target, of_array(best), plane.columns)
+                _store_row(target, of_array(best), plane)
             return
         position, keys, _ = causal
         seen = seen_keys(position + (row >> 2), keys)
@@ -196,7 +202,7 @@ def write_stage(
             for x, values in zip(places, lines, strict=True):
                 row, wanted = live(x)
                 with when(wanted):
-                    _store_row(target + (row * plane.columns + chunk), list(values), plane.columns)
+                    _store_row(target + (row * plane.columns + chunk), list(values), plane)
 
         def write_columns() -> None:
             """A lane has a column."""
@@ -393,16 +399,20 @@ def fill_hidden(
     fill(scores, *work, counts, first, stride, offset)
 
 
-def _store_row(target: Words, values: list[Lane], columns: int) -> None:
+def _store_row(target: Words, values: list[Lane], plane: Plane) -> None:
     """Neighbouring columns of one row, in one store where all rows are aligned to it."""
     count = len(values)
-    if count == 1 or columns % count:
+    if count == 1 or plane.columns % count:
         for g, value in enumerate(values):
             (target + g).store(value)
         return
     operands = ", ".join(f"${g + 1}" for g in range(count))
     place = Lane(llvm.ptrtoint(lanes.i64(), target.pointer))
-    lanes.ptx(f"st.global.v{count}.f32 [$0], {{{operands}}};", place, *values)
+    text = f"st.global.v{count}.f32 [$0], {{{operands}}};"
+    if plane.kept:
+        text = f"st.global.L2::cache_hint.v{count}.f32 [$0], {{{operands}}}, policy;"
+        text = lanes.with_policy(lanes.EVICT_LAST, text)
+    lanes.ptx(text, place, *values)
 
 
 def _plane_row(plane: Any, row: Lane, columns: int) -> Words:
