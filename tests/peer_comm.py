@@ -153,7 +153,7 @@ def delayed(value: jax.Array, naps: Any) -> jax.Array:
         nap(count, out)
 
     ref = launch.writable(value)
-    run = launch.launch(body, name="nap", target=launch.current_target(), grid=(1,))
+    run = launch.current_launch(pdl=False).kernel(body, name="nap", grid=(1,))
     run(launch.scalar_operand(naps), ref)
     return launch.written(ref)
 

@@ -65,6 +65,13 @@ def test_the_kernels_lower(monkeypatch, transport, alone):
     assert ("all_to_all" in text) == (transport in ("all-to-all", "collective"))
 
 
+def test_the_nap_before_a_program_lowers(monkeypatch):
+    fake_cuda.install(monkeypatch)
+    word = jax.ShapeDtypeStruct((1,), np.int32)
+    text = jax_chain._nap.trace(word).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1
+
+
 def test_a_run_compiles_its_programs_ahead(portable, monkeypatch, tmp_path, capsys):
     """As it does on GPUs: on two devices of a mesh every transport that needs no kernel."""
     case, mesh, compiled = at_world_size(DECODE, 2), make_mesh(2), []
