@@ -105,9 +105,9 @@ def test_keys_that_a_row_does_not_see_are_left_out(pages):
 
 
 @by_pages
-def test_quick_maxima_are_right_unless_they_are_negative(pages):
+def test_integer_maxima_are_right_unless_they_are_negative(pages):
     values = products(np.random.default_rng(2))
-    found = maxima.quick_maxima(registers(values), pages)
+    found = maxima.integer_maxima(registers(values), pages)
     got, want = of_all_rows(maxima.row_maxima(found, pages, 1.0), pages), page_maxima(values, pages)
     wrong = got != want
     assert (got[wrong] < 0).all() and (want[wrong] <= 0).all()
@@ -117,11 +117,11 @@ def test_quick_maxima_are_right_unless_they_are_negative(pages):
 
 @by_pages
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001])
-def test_quick_maxima_skip_a_nan_key(pages, bits):
+def test_integer_maxima_skip_a_nan_key(pages, bits):
     for key in (0, 31, 77, 127):
         values = products(np.random.default_rng(3))
         values[:, key] = np.uint32(bits).view(np.float32)
-        found = maxima.quick_maxima(registers(values), pages)
+        found = maxima.integer_maxima(registers(values), pages)
         best = of_all_rows(maxima.row_maxima(found, pages, 1.0), pages)
         np.testing.assert_array_equal(best, page_maxima(values, pages))
 
@@ -133,10 +133,10 @@ def test_staged_steps_fill_their_columns_of_the_plane(pages, begin, end, first, 
     """And nothing else, like steps that are stored one by one."""
     rng = np.random.default_rng(4)
     columns, column, row = 48, 8, 128
-    facts = Plane(pages, columns, 1.0, "candidates", staged=8 * pages.count)
+    kept = Plane(pages, columns, 1.0, "candidates", staged=8 * pages.count)
     rows, staged = (
         Rows(row, begin, end),
-        np.zeros(_ROWS * plane.stage_pitch(facts.staged), np.float32),
+        np.zeros(_ROWS * plane.stage_pitch(kept.staged), np.float32),
     )
     scores = np.full((3 * _ROWS + row, columns), _UNTOUCHED, np.float32)
     apart, want = scores.copy(), scores.copy()
@@ -144,10 +144,10 @@ def test_staged_steps_fill_their_columns_of_the_plane(pages, begin, end, first, 
         values = products(rng)
         best = maxima.row_maxima(maxima.lane_maxima(registers(values), None, pages), pages, 1.0)
         at = column + step * pages.count
-        plane.stage_maxima(best, staged, step * pages.count, facts)
-        plane.store_maxima(best, apart.reshape(-1), rows, at, None, facts)
+        plane.stage_maxima(best, staged, step * pages.count, kept)
+        plane.store_maxima(best, apart.reshape(-1), rows, at, None, kept)
         want[row + begin : row + end, at : at + pages.count] = page_maxima(values, pages)[begin:end]
     bounds = first * pages.count, last * pages.count
-    plane.write_stage(staged, scores.reshape(-1), rows, column, *bounds, facts)
+    plane.write_stage(staged, scores.reshape(-1), rows, column, *bounds, kept)
     np.testing.assert_array_equal(scores.view(np.int32), want.view(np.int32))
     np.testing.assert_array_equal(apart.view(np.int32), want.view(np.int32))

@@ -263,11 +263,11 @@ def test_rows_are_the_selection_of_the_kernels_own_scores(world_size, page_size,
     np.testing.assert_array_equal(actual[:, tokens:], before[:, tokens:])
 
 
-@pytest.mark.parametrize("form", ["fast", "exact", "quick", "bfloat16"])
+@pytest.mark.parametrize("form", ["fast", "exact", "integers", "bfloat16"])
 @pytest.mark.parametrize(("world_size", "page_size"), _SHARDS)
 def test_rows_of_a_large_window(monkeypatch, world_size, page_size, form):
     """Every CTA has a share: 4,160 tokens of three segments. Quick: with integer maxima."""
-    monkeypatch.setattr(config, "LONG_STEPS", 0 if form == "quick" else float("inf"))
+    monkeypatch.setattr(config, "LONG_STEPS", 0 if form == "integers" else float("inf"))
     precision = "exact" if form == "exact" else "fast"
     rng = np.random.default_rng(7)
     shard = oracle.Shard(0, world_size, page_size)
@@ -276,7 +276,7 @@ def test_rows_of_a_large_window(monkeypatch, world_size, page_size, form):
     columns = -(-max(kv) // page_size)
     make = inputs.normal_bfloat16 if form == "bfloat16" else inputs.normal_bytes
     keys, queries = make(rng, (600, shard.rows, 128)), make(rng, (tokens, 4, 128))
-    if form == "quick":  # whole pages of negative scores, others of positive ones, a NaN key
+    if form == "integers":  # whole pages of negative scores, others of positive ones, a NaN key
         queries &= 0x7F
         keys[::3] |= 0x80
         keys[1::3] &= 0x7F

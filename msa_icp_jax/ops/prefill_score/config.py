@@ -19,7 +19,7 @@ H200 at 8,192 tokens and contexts of 32K and 128K:
   maxima and columns stored step by step score and select took 0.93 and 0.99 there.
 * Registers: a consumer's products are 64 a thread for each 64 rows. The producer's warps need few.
 * bfloat16 takes float maxima: products take twice as long, behind which all maxima fit, and
-  inf - inf makes NaN of single products, which `maxima.quick_maxima` does not look for. Nor is
+  inf - inf makes NaN of single products, which `maxima.integer_maxima` does not look for. Nor is
   there room to stage a plane's lines, beside the converter's either.
 
 docs/performance.md has what else was tried.
@@ -48,7 +48,7 @@ class Config:
       raw_slots: key steps held that wait to be converted to float16; 0: keys are multiplied as they
         are.
       staged_columns: columns of the plane that are gathered before they are stored, 0: none.
-      quick: whether integer maxima are taken where they do.
+      integer_maxima: whether integer maxima are taken where they do.
       registers: of a thread of the consumers, of the producer, and of the converter if there is
         one.
     """
@@ -58,7 +58,7 @@ class Config:
     key_slots: int
     raw_slots: int
     staged_columns: int
-    quick: bool
+    integer_maxima: bool
     registers: tuple[int, ...]
 
     @property
@@ -84,18 +84,18 @@ FAST = Config(
     key_slots=5,
     raw_slots=0,
     staged_columns=32,
-    quick=True,
+    integer_maxima=True,
     registers=(112, 32),
 )
 FOUR_PAGES = dataclasses.replace(FAST, key_slots=3)
-SHORT = dataclasses.replace(FAST, staged_columns=0, quick=False)
+SHORT = dataclasses.replace(FAST, staged_columns=0, integer_maxima=False)
 EXACT = Config(
     consumers=2,
     query_slots=1,
     key_slots=3,
     raw_slots=3,
     staged_columns=0,
-    quick=False,
+    integer_maxima=False,
     registers=(184, 40, 104),
 )
 BFLOAT16 = Config(
@@ -104,7 +104,7 @@ BFLOAT16 = Config(
     key_slots=5,
     raw_slots=0,
     staged_columns=0,
-    quick=False,
+    integer_maxima=False,
     registers=(232, 40),
 )
 LONG_STEPS = 30  # of a CTA, at most, from which a window is not short

@@ -1,4 +1,4 @@
-"""The prefill kernel's pieces in plain Pallas, for the interpreter: the same results, slowly.
+"""The prefill kernel's parts in plain Pallas, for the interpreter: the same results, slowly.
 
 Arrays lie as they are written: products are [64, 128], maxima [64, pages].
 """
@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from msa_icp_jax.geometry import MAX_BLOCKS, NUM_HEADS, TOPK, cdiv
 from msa_icp_jax.ops.prefill_plan import balance
 from msa_icp_jax.ops.prefill_score.maxima import Causal, StepPages
-from msa_icp_jax.ops.prefill_score.pieces import Pieces
+from msa_icp_jax.ops.prefill_score.parts import Parts
 from msa_icp_jax.ops.prefill_score.plane import Plane, Rows
 from msa_icp_jax.ops.prefill_score.wgmma import KEYS, ROWS
 
@@ -31,7 +31,9 @@ def _start_products(queries: Any, keys: Any) -> jax.Array:
     return pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
 
 
-def _settle_products(products: jax.Array, in_flight: int, after: Any = None) -> tuple[Any, Any]:
+def _settle_products(
+    products: jax.Array, in_flight: int, after: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
     del in_flight
     return products, after
 
@@ -51,7 +53,7 @@ def _seen(causal: Causal) -> jax.Array:
     return jnp.clip(causal.position + token + 1, 0, causal.keys)
 
 
-def _quick_maxima(products: jax.Array, pages: StepPages) -> jax.Array:
+def _integer_maxima(products: jax.Array, pages: StepPages) -> jax.Array:
     """Where all are negative some other negative value, as the machine has it."""
     found = _lane_maxima(products, None, pages)
     return jnp.where(found < 0, 2 * found - 1, found)
@@ -64,7 +66,12 @@ def _row_maxima(found: jax.Array, pages: StepPages, sm_scale: float) -> jax.Arra
 
 
 def _store_maxima(
-    best: jax.Array, scores: Any, rows: Rows, column: Any, causal: Causal | None, plane: Plane
+    best: jax.Array,
+    scores: jax.Ref,
+    rows: Rows,
+    column: jax.Array,
+    causal: Causal | None,
+    plane: Plane,
 ) -> None:
     at = column + jnp.arange(plane.pages.count)
     written = jnp.broadcast_to(at[None] < plane.columns, best.shape)
@@ -73,12 +80,14 @@ def _store_maxima(
     _store(best, written, scores, rows, column)
 
 
-def _store(best: jax.Array, written: jax.Array, scores: Any, rows: Rows, column: Any) -> None:
+def _store(
+    best: jax.Array, written: jax.Array, scores: jax.Ref, rows: Rows, column: jax.Array
+) -> None:
     """Stores maxima [64, columns] of the rows that are wanted where `written` says so."""
     count = best.shape[1]
 
     @pl.loop(lax.div(rows.begin, NUM_HEADS), lax.div(rows.end, NUM_HEADS))
-    def _(token: Any) -> None:
+    def _(token: jax.Array) -> None:
         values = lax.dynamic_slice_in_dim(best, token * NUM_HEADS, NUM_HEADS)
         flags = lax.dynamic_slice_in_dim(written, token * NUM_HEADS, 1)[0]
         target = lax.div(rows.first, NUM_HEADS) + token
@@ -89,34 +98,42 @@ def _store(best: jax.Array, written: jax.Array, scores: Any, rows: Rows, column:
                 scores[target, :, column + g] = values[:, g]
 
 
-def _stage_maxima(best: jax.Array, stage: Any, column: Any, plane: Plane) -> None:
+def _stage_maxima(best: jax.Array, stage: jax.Ref, column: jax.Array, plane: Plane) -> None:
     stage[:, pl.ds(column, plane.pages.count)] = best
 
 
 def _write_stage(
-    stage: Any, scores: Any, rows: Rows, column: Any, begin: Any, end: Any, plane: Plane
+    stage: jax.Ref,
+    scores: jax.Ref,
+    rows: Rows,
+    column: jax.Array,
+    begin: jax.Array,
+    end: jax.Array,
+    plane: Plane,
 ) -> None:
     count = plane.pages.count
 
     @pl.loop(lax.div(rows.begin, NUM_HEADS), lax.div(rows.end, NUM_HEADS))
-    def _(token: Any) -> None:
+    def _(token: jax.Array) -> None:
         @pl.loop(begin, end, step=count)
-        def _(c: Any) -> None:
+        def _(c: jax.Array) -> None:
             values = stage[pl.ds(token * NUM_HEADS, NUM_HEADS), pl.ds(c, count)]
             target = lax.div(rows.first, NUM_HEADS) + token
             scores[target, :, pl.ds(column + c, count)] = values
 
 
 def _open_columns(
-    counts: Any, offset: Any, rows: Rows, tokens: int, plane: Plane
+    counts: jax.Ref, offset: jax.Array, rows: Rows, tokens: int, plane: Plane
 ) -> tuple[jax.Array, jax.Array]:
     assert plane.forced is not None
     begin_blocks, end_blocks = plane.forced
 
-    def columns_below(block: Any) -> Any:
+    def columns_below(block: jax.Array) -> jax.Array:
         return jnp.clip(cdiv(block - offset, plane.scale), 0, plane.columns)
 
-    def one_token(token: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
+    def one_token(
+        token: jax.Array, found: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         count = counts[jnp.minimum(lax.div(rows.first, NUM_HEADS) + token, tokens - 1)]
         count = jnp.maximum(count, 0)
         stop = columns_below(jnp.minimum(count, MAX_BLOCKS))
@@ -133,7 +150,12 @@ def _none_counted() -> jax.Array:
 
 
 def _count_maxima(
-    best: jax.Array, rows: Rows, column: Any, front: Any, counted: jax.Array, plane: Plane
+    best: jax.Array,
+    rows: Rows,
+    column: jax.Array,
+    front: jax.Array,
+    counted: jax.Array,
+    plane: Plane,
 ) -> tuple[jax.Array, jax.Array]:
     at = column + jnp.arange(plane.pages.count)
     counted = counted + ((best >= 0) & (at[None] >= front)).sum(axis=1, dtype=jnp.float32)
@@ -143,20 +165,20 @@ def _count_maxima(
 
 
 def _fill_hidden(
-    scores: Any,
-    work: tuple[Any, Any],
-    counts: Any,
-    first: Any,
+    scores: jax.Ref,
+    work: tuple[jax.Ref, jax.Ref],
+    counts: jax.Ref,
+    first: jax.Array,
     stride: Any,
     tokens: int,
-    offset: Any,
+    offset: jax.Array,
     plane: Plane,
 ) -> None:
     tiles, tile_of = work
     listed, step = tile_of.shape[0], plane.pages.count * plane.pages.size
 
     @pl.loop(0, cdiv(tokens, stride))
-    def _(turn: Any) -> None:
+    def _(turn: jax.Array) -> None:
         token = first + turn * stride
 
         @pl.when(token < tokens)
@@ -169,15 +191,15 @@ def _fill_hidden(
                 stop = jnp.clip(cdiv(count - offset, plane.scale), 0, plane.columns)
 
             @pl.loop(cdiv(scored, step) * plane.pages.count, stop)
-            def _(c: Any) -> None:
+            def _(c: jax.Array) -> None:
                 scores[token, :, c] = jnp.full((NUM_HEADS,), -jnp.inf, jnp.float32)
 
 
-PIECES = Pieces(
+PARTS = Parts(
     _start_products,
     _settle_products,
     _lane_maxima,
-    _quick_maxima,
+    _integer_maxima,
     _row_maxima,
     _store_maxima,
     _stage_maxima,

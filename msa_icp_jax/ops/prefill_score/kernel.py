@@ -47,7 +47,7 @@ from msa_icp_jax.ops.prefill_plan.balance import TILE_TOKENS, UNIT_POSITIONS
 from msa_icp_jax.ops.prefill_score import interpret
 from msa_icp_jax.ops.prefill_score.config import Config, config_of
 from msa_icp_jax.ops.prefill_score.maxima import Causal, StepPages
-from msa_icp_jax.ops.prefill_score.pieces import MACHINE, Pieces
+from msa_icp_jax.ops.prefill_score.parts import MACHINE, Parts
 from msa_icp_jax.ops.prefill_score.plane import Plane, Rows, stage_pitch
 from msa_icp_jax.ops.prefill_score.wgmma import KEYS, ROWS, rows_layout
 
@@ -116,7 +116,7 @@ def candidate_scores(
         steps.columns,
         1.0,
         "candidates",
-        forced if config.quick else None,
+        forced if config.integer_maxima else None,
         config.staged_columns,
     )
     inputs = q, shard, block_table, plan, num_valid_pages
@@ -161,7 +161,7 @@ def _score(
 
 @dataclasses.dataclass(frozen=True)
 class _Steps:
-    """Static facts; how positions fall into steps of 128 local keys, and where pages lie.
+    """Static parameters: how positions fall into steps of 128 local keys, and where pages lie.
 
     Attributes:
       world_size, page_size, row_offset: the shard layout.
@@ -226,7 +226,7 @@ def _work_of(plan: MSAIcpScorePlan) -> balance.PrefillWork:
 class _Buffer(NamedTuple):
     """Slots of shared memory, filled in turn by one side and freed by the other."""
 
-    data: Any
+    data: Any  # refs, or what they are made from
     full: Any
     free: Any
 
@@ -242,27 +242,27 @@ class _Buffer(NamedTuple):
     def slots(self) -> int:
         return self.data.shape[0]
 
-    def slot(self, turn: Any) -> Any:
+    def slot(self, turn: jax.Array) -> jax.Array:
         return lax.rem(turn, self.slots)
 
-    def wait_full(self, turn: Any) -> None:
+    def wait_full(self, turn: jax.Array) -> None:
         plgpu.barrier_wait(self.full.at[self.slot(turn)])
 
-    def release(self, turn: Any) -> None:
+    def release(self, turn: jax.Array) -> None:
         plgpu.barrier_arrive(self.free.at[self.slot(turn)])
 
-    def wait_free(self, turn: Any) -> None:
+    def wait_free(self, turn: jax.Array) -> None:
         """Waits until the slot of this turn may be filled."""
 
         @pl.when(turn >= self.slots)
         def _() -> None:
             plgpu.barrier_wait(self.free.at[self.slot(turn)])
 
-    def drain(self, turns: Any) -> None:
+    def drain(self, turns: jax.Array) -> None:
         """Waits until all slots are free: every phase of a barrier has to be waited for."""
 
         @pl.loop(jnp.maximum(turns - self.slots, 0), turns)
-        def _(turn: Any) -> None:
+        def _(turn: jax.Array) -> None:
             plgpu.barrier_wait(self.free.at[self.slot(turn)])
 
 
@@ -298,16 +298,16 @@ class _Ring(NamedTuple):
 
 
 def _kernel(
-    query: Any,
-    k: Any,
-    block_table: Any,
-    ranges: Any,
-    tiles: Any,
-    hidden: Any,
-    scalars: Any,
-    tile_of: Any,
-    counts: Any,
-    scores: Any,
+    query: jax.Ref,
+    k: jax.Ref,
+    block_table: jax.Ref,
+    ranges: jax.Ref,
+    tiles: jax.Ref,
+    hidden: jax.Ref,
+    scalars: jax.Ref,
+    tile_of: jax.Ref,
+    counts: jax.Ref,
+    scores: jax.Ref,
     *,
     config: Config,
     steps: _Steps,
@@ -319,7 +319,7 @@ def _kernel(
         # In this order: a kernel that starts early then finds all that was made before this one.
         plgpu.griddepcontrol_wait()
         plgpu.griddepcontrol_launch_dependents()
-    pieces = interpret.PIECES if launch.target.interpret else MACHINE
+    parts = interpret.PARTS if launch.target.interpret else MACHINE
     work = _Range.load(ranges, tiles)
     rank_and_offset = scalars[0], scalars[1]
     warpgroup = lax.axis_index(WARPGROUP)
@@ -327,14 +327,14 @@ def _kernel(
     @pl.when(warpgroup < config.consumers)
     def _() -> None:
         config.take_registers(0)
-        _Consumer(pieces, work, ring, scores, counts, *rank_and_offset, steps, plane).run()
+        _Consumer(parts, work, ring, scores, counts, *rank_and_offset, steps, plane).run()
 
     @pl.when(warpgroup == config.consumers)
     def _() -> None:
         config.take_registers(1)
 
         @plgpu.warp_map
-        def _(warp: Any) -> None:
+        def _(warp: jax.Array) -> None:
             @pl.when(warp == 0)
             def _() -> None:
                 _produce(work, ring, query, k, block_table, hidden, steps)
@@ -344,7 +344,7 @@ def _kernel(
                 @pl.when(warp > 0)
                 def _() -> None:  # the three warps that are idle else
                     ctas = ranges.shape[0]
-                    pieces.fill_hidden(
+                    parts.fill_hidden(
                         scores,
                         (tiles, tile_of),
                         counts,
@@ -370,28 +370,28 @@ class _Piece(NamedTuple):
     rows of `tile`; the first of the 64 would sit at `position`.
     """
 
-    tile: Any
-    first_row: Any
-    end_row: Any
-    segment: Any
-    position: Any
-    keys: Any
-    begin: Any
-    end: Any
+    tile: jax.Array
+    first_row: jax.Array
+    end_row: jax.Array
+    segment: jax.Array
+    position: jax.Array
+    keys: jax.Array
+    begin: jax.Array
+    end: jax.Array
 
 
 class _Range(NamedTuple):
     """A CTA's range of the work list."""
 
-    ranges: Any
-    tiles: Any
-    first: Any
+    ranges: jax.Ref
+    tiles: jax.Ref
+    first: jax.Array
     count: Any
-    begin: Any
-    end: Any
+    begin: jax.Array
+    end: jax.Array
 
     @staticmethod
-    def load(ranges: Any, tiles: Any) -> _Range:
+    def load(ranges: jax.Ref, tiles: jax.Ref) -> _Range:
         row = lax.axis_index(CTA)
         return _Range(
             ranges,
@@ -406,12 +406,14 @@ class _Range(NamedTuple):
         row = lax.axis_index(CTA)
         return self._piece(0, lambda i: self.ranges[row, balance.RANGE_FIELDS + i], steps)
 
-    def piece(self, index: Any, steps: _Steps) -> _Piece:
+    def piece(self, index: jax.Array, steps: _Steps) -> _Piece:
         """The index-th piece; past the last one, some piece that nobody works on."""
         tile = jnp.minimum(self.first + index, self.tiles.shape[0] - 1)
         return self._piece(index, lambda i: self.tiles[tile, i], steps)
 
-    def _piece(self, index: Any, field: Callable[[int], Any], steps: _Steps) -> _Piece:
+    def _piece(
+        self, index: int | jax.Array, field: Callable[[int], jax.Array], steps: _Steps
+    ) -> _Piece:
         per_unit = UNIT_POSITIONS // steps.positions
         # Steps that hold a scored position, and a column: a plane may have fewer than that.
         end = jnp.minimum(
@@ -433,16 +435,16 @@ class _Range(NamedTuple):
 def _produce(
     work: _Range,
     ring: _Ring,
-    query: Any,
-    k: Any,
-    block_table: Any,
-    hidden: Any,
+    query: jax.Ref,
+    k: jax.Ref,
+    block_table: jax.Ref,
+    hidden: jax.Ref,
     steps: _Steps,
 ) -> None:
     """One warp: keeps queries and keys coming."""
     num_pages, width = k.shape[0], block_table.shape[1]
 
-    def page_ids(piece: _Piece, step: Any) -> list[Any]:
+    def page_ids(piece: _Piece, step: jax.Array) -> list[jax.Array]:
         """The step's physical pages, -1 where there is none to read."""
         pages = [step * steps.pages + g for g in range(steps.pages)]
         entries = [block_table[piece.segment, jnp.minimum(page, width - 1)] for page in pages]
@@ -451,7 +453,7 @@ def _produce(
             for page, entry in zip(pages, entries, strict=True)
         ]
 
-    def load_page(page: Any, place: Any, full: Any) -> None:
+    def load_page(page: jax.Array, place: Any, full: Any) -> None:
         def copy() -> None:
             rows = pl.ds(steps.row_offset, steps.rows)
             plgpu.copy_gmem_to_smem(k.at[page, rows], place, full)
@@ -461,7 +463,7 @@ def _produce(
 
         lax.cond((page >= 0) & (page < num_pages), copy, hide)
 
-    def one_piece(index: Any, carry: Any) -> Any:
+    def one_piece(index: jax.Array, carry: Any) -> Any:
         piece, loaded = carry
         following = work.piece(index + 1, steps)
         ids = page_ids(piece, piece.begin)
@@ -475,7 +477,7 @@ def _produce(
                 query.at[rows], queries.data.at[slot, part], queries.full.at[slot]
             )
 
-        def one_step(step: Any, carry: Any) -> Any:
+        def one_step(step: jax.Array, carry: Any) -> Any:
             loaded, ids = carry
             next_ids = page_ids(piece, step + 1)  # under way while this step is copied
             slot = ring.loaded.slot(loaded)
@@ -500,12 +502,12 @@ def _convert(work: _Range, ring: _Ring, steps: _Steps) -> None:
     raw, keys = ring.raw, ring.keys
     assert raw is not None
 
-    def one_step(turn: Any) -> None:
+    def one_step(turn: jax.Array) -> None:
         raw.wait_full(turn)
         keys.wait_free(turn)
 
         @pl.loop(0, KEYS // 64)
-        def _(part: Any) -> None:  # a loop, so that the registers of one part do for all
+        def _(part: jax.Array) -> None:  # a loop, so that the registers of one part do for all
             rows = pl.ds(part * 64, 64)
             some = plgpu.load(
                 raw.data.at[raw.slot(turn), rows], layout=plgpu.Layout.WGMMA_UPCAST_2X
@@ -518,7 +520,7 @@ def _convert(work: _Range, ring: _Ring, steps: _Steps) -> None:
         raw.release(turn)
         plgpu.barrier_arrive(keys.full.at[keys.slot(turn)])
 
-    def one_piece(index: Any, carry: Any) -> Any:
+    def one_piece(index: jax.Array, carry: Any) -> Any:
         piece, turn = carry
         end = turn + jnp.maximum(piece.end - piece.begin, 0)
         pl.loop(turn, end)(one_step)
@@ -532,13 +534,13 @@ def _convert(work: _Range, ring: _Ring, steps: _Steps) -> None:
 class _Consumer(NamedTuple):
     """A warpgroup that multiplies its rows of every piece with all its keys."""
 
-    pieces: Pieces
+    parts: Parts
     work: _Range
     ring: _Ring
-    scores: Any
-    counts: Any
-    rank: Any
-    offset: Any  # block of column 0
+    scores: jax.Ref
+    counts: jax.Ref
+    rank: jax.Array
+    offset: jax.Array  # block of column 0
     steps: _Steps
     plane: Plane
 
@@ -547,7 +549,7 @@ class _Consumer(NamedTuple):
         part = lax.axis_index(WARPGROUP)
         queries = self.ring.queries
 
-        def one_piece(index: Any, carry: Any) -> Any:
+        def one_piece(index: jax.Array, carry: Any) -> Any:
             piece, done = carry
             following = self.work.piece(index + 1, self.steps)
             queries.wait_full(index)
@@ -564,14 +566,14 @@ class _PieceConsumer(NamedTuple):
 
     consumer: _Consumer
     piece: _Piece
-    done: Any
-    queries: Any  # [64 or 128, 128]
+    done: jax.Array
+    queries: jax.Ref  # [64 or 128, 128]
     rows: list[Rows]  # of every 64
-    stages: list[Any]  # where the maxima of every 64 are staged, empty where nothing is
-    position: Any  # where row 0's token would sit
+    stages: list[jax.Ref]  # where the maxima of every 64 are staged, empty where nothing is
+    position: jax.Array  # where row 0's token would sit
 
     @staticmethod
-    def of(consumer: _Consumer, piece: _Piece, done: Any, queries: Any) -> _PieceConsumer:
+    def of(consumer: _Consumer, piece: _Piece, done: jax.Array, queries: jax.Ref) -> _PieceConsumer:
         part, count = lax.axis_index(WARPGROUP), queries.shape[0]
         before, stage = part * count, consumer.ring.stage
         rows = [
@@ -593,11 +595,11 @@ class _PieceConsumer(NamedTuple):
         if self.consumer.plane.forced is None:
             pl.loop(piece.begin, whole)(lambda step: self._put(step, self._maxima(step)))
         else:
-            whole = self._quick_steps(whole)
+            whole = self._integer_steps(whole)
         self._put_last(whole)
         pl.loop(whole, piece.end)(self._last_step)
 
-    def _whole_steps(self) -> Any:
+    def _whole_steps(self) -> jax.Array:
         """The first step in which a row may not see a key or a column is missing."""
         piece, steps = self.piece, self.consumer.steps
         earliest = self.position + lax.div(self.rows[0].begin, NUM_HEADS) + 1
@@ -605,42 +607,45 @@ class _PieceConsumer(NamedTuple):
         whole = jnp.minimum(whole, steps.columns // steps.pages)
         return jnp.clip(whole, piece.begin, jnp.maximum(piece.begin, piece.end))
 
-    def _column(self, step: Any) -> Any:
+    def _column(self, step: jax.Array) -> jax.Array:
         return step * self.consumer.steps.pages
 
     def _maxima(
-        self, step: Any, hides: Callable[[int], Causal] | None = None, quick: bool = False
-    ) -> list[Any]:
+        self,
+        step: jax.Array,
+        hides: Callable[[int], Causal] | None = None,
+        integer_maxima: bool = False,
+    ) -> list[jax.Array]:
         """The row maxima of a step's products, of every 64 rows.
 
         Args:
           step: see above.
           hides: what the m-th 64 rows see, None: all.
-          quick: take integer maxima.
+          integer_maxima: take integer maxima.
         """
         consumer = self.consumer
-        pieces, plane, keys = consumer.pieces, consumer.plane, consumer.ring.keys
+        parts, plane, keys = consumer.parts, consumer.plane, consumer.ring.keys
         turn = self.done + step - self.piece.begin
         keys.wait_full(turn)
         slot = keys.data.at[keys.slot(turn)]
         started = [
-            pieces.start_products(self.queries.at[pl.ds(m * ROWS, ROWS)], slot)
+            parts.start_products(self.queries.at[pl.ds(m * ROWS, ROWS)], slot)
             for m in range(len(self.rows))
         ]
-        found: list[Any] = []
+        found: list[jax.Array] = []
         for m, products in enumerate(started):
             before = found.pop() if found else None
-            products, before = pieces.settle_products(products, len(started) - 1 - m, before)
+            products, before = parts.settle_products(products, len(started) - 1 - m, before)
             found += [] if before is None else [before]
             if m == len(started) - 1:
                 keys.release(turn)
-            if quick:
-                found.append(pieces.quick_maxima(products, plane.pages))
+            if integer_maxima:
+                found.append(parts.integer_maxima(products, plane.pages))
             else:
-                found.append(pieces.lane_maxima(products, hides and hides(m), plane.pages))
-        return [pieces.row_maxima(x, plane.pages, plane.sm_scale) for x in found]
+                found.append(parts.lane_maxima(products, hides and hides(m), plane.pages))
+        return [parts.row_maxima(x, plane.pages, plane.sm_scale) for x in found]
 
-    def _last_step(self, step: Any) -> None:
+    def _last_step(self, step: jax.Array) -> None:
         """A step in which a row may not see a key."""
         consumer = self.consumer
         steps = consumer.steps
@@ -650,37 +655,37 @@ class _PieceConsumer(NamedTuple):
             return Causal(self.position + m * ROWS // NUM_HEADS, self.piece.keys, first_key)
 
         for m, best in enumerate(self._maxima(step, hides)):
-            consumer.pieces.store_maxima(
+            consumer.parts.store_maxima(
                 best, consumer.scores, self.rows[m], self._column(step), hides(m), consumer.plane
             )
 
-    def _put(self, step: Any, found: list[Any]) -> None:
+    def _put(self, step: jax.Array, found: list[jax.Array]) -> None:
         """Writes the maxima of a step in which all rows see all keys."""
         consumer, plane = self.consumer, self.consumer.plane
         if not plane.staged:
             for rows, best in zip(self.rows, found, strict=True):
-                consumer.pieces.store_maxima(
+                consumer.parts.store_maxima(
                     best, consumer.scores, rows, self._column(step), None, plane
                 )
             return
         place = lax.rem(step, self._block_steps)
         for best, stage in zip(found, self.stages, strict=True):
-            consumer.pieces.stage_maxima(best, stage, self._column(place), plane)
+            consumer.parts.stage_maxima(best, stage, self._column(place), plane)
         pl.when(place == self._block_steps - 1)(lambda: self._write_block(step))
 
-    def _put_last(self, end: Any) -> None:
+    def _put_last(self, end: jax.Array) -> None:
         """Writes what is staged of the steps before `end`."""
         if self.consumer.plane.staged:
             pending = (end > self.piece.begin) & (lax.rem(end, self._block_steps) > 0)
             pl.when(pending)(lambda: self._write_block(end - 1))
 
-    def _write_block(self, step: Any) -> None:
+    def _write_block(self, step: jax.Array) -> None:
         """Writes the block of steps that `step` lies in, as far as they are this piece's."""
         consumer = self.consumer
         first = step - lax.rem(step, self._block_steps)
         begin = jnp.maximum(self.piece.begin - first, 0)
         for rows, stage in zip(self.rows, self.stages, strict=True):
-            consumer.pieces.write_stage(
+            consumer.parts.write_stage(
                 stage,
                 consumer.scores,
                 rows,
@@ -695,14 +700,14 @@ class _PieceConsumer(NamedTuple):
         """Steps whose columns are staged together."""
         return self.consumer.plane.staged // self.consumer.steps.pages
 
-    def _quick_steps(self, whole: Any) -> Any:
+    def _integer_steps(self, whole: jax.Array) -> jax.Array:
         """Scores the steps before `whole`, but perhaps the last ones; returns where they stop.
 
         With integer maxima as soon as negative scores are no matter.
         """
-        consumer, pieces = self.consumer, self.consumer.pieces
+        consumer, parts = self.consumer, self.consumer.parts
         (rows,) = self.rows
-        front, back = pieces.open_columns(
+        front, back = parts.open_columns(
             consumer.counts, consumer.offset, rows, consumer.steps.tokens, consumer.plane
         )
         last = jnp.clip(lax.div(back, consumer.steps.pages), self.piece.begin, whole)
@@ -715,17 +720,17 @@ class _PieceConsumer(NamedTuple):
             step, counted, _ = state
             (best,) = found = self._maxima(step)
             self._put(step, found)
-            counted, ready = pieces.count_maxima(
+            counted, ready = parts.count_maxima(
                 best, rows, self._column(step), front, counted, consumer.plane
             )
             return step + 1, counted, ready
 
-        start = (self.piece.begin, pieces.none_counted(), jnp.int32(0))
+        start = (self.piece.begin, parts.none_counted(), jnp.int32(0))
         begin, _, _ = lax.while_loop(goes_on, one_step, start)
-        pl.loop(begin, last)(lambda step: self._put(step, self._maxima(step, quick=True)))
+        pl.loop(begin, last)(lambda step: self._put(step, self._maxima(step, integer_maxima=True)))
         return last
 
 
-def _cdiv(a: Any, b: int) -> Any:
+def _cdiv(a: jax.Array, b: int) -> jax.Array:
     """Ceiling division of a scalar >= 0."""
     return lax.div(a + (b - 1), b)

@@ -22,7 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import (
+    Context,
     Lane,
+    Value,
     as_array,
     f32,
     i32,
@@ -92,7 +94,7 @@ def lane_maxima(products: jax.Array, causal: Causal | None, pages: StepPages) ->
     @plgpu.inline_mgpu(
         arg_types=(PRODUCTS, *[SCALAR] * len(scalars)), return_type=type_of(pages.elements)
     )
-    def reduce(_: Any, products: Any, *scalars: Any) -> Any:
+    def reduce(_: Context, products: Value, *scalars: Value) -> Any:
         place = Place()
         hides = Causal(*(lanes.scalar(s) for s in scalars)) if scalars else None
         best = [
@@ -104,14 +106,14 @@ def lane_maxima(products: jax.Array, causal: Causal | None, pages: StepPages) ->
     return reduce(products, *scalars)
 
 
-def quick_maxima(products: jax.Array, pages: StepPages) -> jax.Array:
+def integer_maxima(products: jax.Array, pages: StepPages) -> jax.Array:
     """As `lane_maxima` where all rows see all keys, but integer maxima, floats if a key is NaN.
 
     A NaN key's products with all rows are NaN, so one row tells each warp.
     """
 
     @plgpu.inline_mgpu(arg_types=(PRODUCTS,), return_type=type_of(pages.elements))
-    def reduce(_: Any, products: Any) -> Any:
+    def reduce(_: Context, products: Value) -> Any:
         parts = [pairs for _, _, pairs in _by_page(products, pages)]
         integers = [_integer_maximum(pairs) for pairs in parts]
         nan = lanes.warp_any(is_nan(integers[: pages.count]))  # row i = 0
@@ -130,13 +132,13 @@ def row_maxima(found: jax.Array, pages: StepPages, sm_scale: float) -> jax.Array
     """The maxima over all columns of every page, scaled, that a lane ends with.
 
     Args:
-      found: from `lane_maxima` or `quick_maxima`.
+      found: from `lane_maxima` or `integer_maxima`.
       pages: the pages of the step.
       sm_scale: factor. What is not visible, or nothing but NaN, is -inf under any; a zero is +0.0.
     """
 
     @plgpu.inline_mgpu(arg_types=(layout_of(pages.elements),), return_type=type_of(pages.kept))
-    def share(_: Any, found: Any) -> Any:
+    def share(_: Context, found: Value) -> Any:
         best = share_row(Place(), of_array(found))
         return as_array([_finish(x, sm_scale) for x in best], layout_of(pages.kept))
 

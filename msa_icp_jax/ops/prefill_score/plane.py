@@ -17,7 +17,10 @@ from jaxlib.mlir.dialects import arith, llvm
 from msa_icp_jax.geometry import BLOCK_SIZE, MAX_BLOCKS, NUM_HEADS, TOPK
 from msa_icp_jax.ops._mosaic import lanes
 from msa_icp_jax.ops._mosaic.lanes import (
+    Context,
     Lane,
+    Memory,
+    Value,
     Words,
     as_array,
     as_scalar,
@@ -50,7 +53,7 @@ _WARP = 32
 
 @dataclasses.dataclass(frozen=True)
 class Plane:
-    """Static facts of a score plane.
+    """Static parameters of a score plane.
 
     Attributes:
       pages: the pages of a step.
@@ -87,13 +90,18 @@ class Rows(NamedTuple):
     Row 0 is plane row `first` (4 token + head); rows in [begin, end) are written.
     """
 
-    first: Any
-    begin: Any
-    end: Any
+    first: jax.Array
+    begin: jax.Array
+    end: jax.Array
 
 
 def store_maxima(
-    best: jax.Array, scores: Any, rows: Rows, column: Any, causal: Causal | None, plane: Plane
+    best: jax.Array,
+    scores: jax.Ref,
+    rows: Rows,
+    column: jax.Array,
+    causal: Causal | None,
+    plane: Plane,
 ) -> None:
     """Writes the page maxima of one step's products to the score plane.
 
@@ -108,7 +116,7 @@ def store_maxima(
     pages, scalars = plane.pages, (*rows, column, *(causal or ()))
 
     @plgpu.inline_mgpu(arg_types=(layout_of(pages.kept), plgpu.RefType(), *[SCALAR] * len(scalars)))
-    def store(_: Any, best: Any, scores: Any, *scalars: Any) -> None:
+    def store(_: Context, best: Value, scores: Memory, *scalars: Value) -> None:
         first, begin, end, column, *causal = (lanes.scalar(s) for s in scalars)
         place = Place()
         row, column = place.row(), column + place.first_page(pages)
@@ -118,7 +126,7 @@ def store_maxima(
             with when(live):
                 _store_row(target, of_array(best), plane)
             return
-        position, keys, _ = causal
+        position, keys = causal[:2]
         seen = seen_keys(position + (row >> 2), keys)
         for g, value in enumerate(of_array(best)):
             written = live & (column + g < plane.columns)
@@ -140,7 +148,7 @@ def stage_pitch(columns: int) -> int:
     return columns + _STAGE_PADDING
 
 
-def stage_maxima(best: jax.Array, stage: Any, column: Any, plane: Plane) -> None:
+def stage_maxima(best: jax.Array, stage: jax.Ref, column: jax.Array, plane: Plane) -> None:
     """Keeps the page maxima of one step's products for `write_stage`.
 
     A warp's rows lie together, rows i = 0 and 1 of a lane as neighbours.
@@ -154,12 +162,12 @@ def stage_maxima(best: jax.Array, stage: Any, column: Any, plane: Plane) -> None
     pages = plane.pages
 
     @plgpu.inline_mgpu(arg_types=(layout_of(pages.kept), plgpu.RefType(), SCALAR))
-    def put(_: Any, best: Any, stage: Any, column: Any) -> None:
+    def put(_: Context, best: Value, stage: Memory, column: Value) -> None:
         place = Place()
         staged = place.warp * 16 + place.of_warp * 2 + (place.quad >> 1)
-        column = lanes.scalar(column) + place.first_page(pages)
+        first = lanes.scalar(column) + place.first_page(pages)
         with when(place.stores(pages)):
-            (Words.of(stage) + (staged * stage_pitch(plane.staged) + column)).store_vector(
+            (Words.of(stage) + (staged * stage_pitch(plane.staged) + first)).store_vector(
                 of_array(best)
             )
 
@@ -167,7 +175,13 @@ def stage_maxima(best: jax.Array, stage: Any, column: Any, plane: Plane) -> None
 
 
 def write_stage(
-    stage: Any, scores: Any, rows: Rows, column: Any, begin: Any, end: Any, plane: Plane
+    stage: jax.Ref,
+    scores: jax.Ref,
+    rows: Rows,
+    column: jax.Array,
+    begin: jax.Array,
+    end: jax.Array,
+    plane: Plane,
 ) -> None:
     """Writes staged columns [begin, end) of all rows, a lane a column.
 
@@ -181,7 +195,7 @@ def write_stage(
     scalars, pitch = (*rows, column, begin, end), stage_pitch(plane.staged)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[SCALAR] * len(scalars)))
-    def write(_: Any, stage: Any, scores: Any, *scalars: Any) -> None:
+    def write(_: Context, stage: Memory, scores: Memory, *scalars: Value) -> None:
         first, begin, end, column, begin_column, end_column = (lanes.scalar(s) for s in scalars)
         thread = lanes.fresh(lanes.thread()) & 127  # or the compiler keeps all rows' addresses
         warp, lane = thread >> 5, thread & (_WARP - 1)
@@ -231,7 +245,7 @@ def write_stage(
 
 
 def open_columns(
-    counts: Any, offset: Any, rows: Rows, tokens: int, plane: Plane
+    counts: jax.Ref, offset: jax.Array, rows: Rows, tokens: int, plane: Plane
 ) -> tuple[jax.Array, jax.Array]:
     """The columns [front, back) that are candidates of all the rows and forced for none.
 
@@ -246,7 +260,7 @@ def open_columns(
     begin_blocks, end_blocks = plane.forced
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR] * 4), return_type=(INT, INT))
-    def run(_: Any, counts: Any, *scalars: Any) -> Any:
+    def run(_: Context, counts: Memory, *scalars: Value) -> Any:
         offset, first, begin, end = (lanes.scalar(x) for x in scalars)
         lane = lanes.thread() & 31  # a token's, of the 16 that the rows are of
         token = lanes.minimum((first >> 2) + lane, tokens - 1)
@@ -272,14 +286,19 @@ def none_counted() -> jax.Array:
     """The counts at first, see `count_maxima`."""
 
     @plgpu.inline_mgpu(return_type=type_of(1))
-    def zeros(_: Any) -> Any:
+    def zeros(_: Context) -> Any:
         return as_array([lanes.constant(0.0, f32())], layout_of(1))
 
     return zeros()
 
 
 def count_maxima(
-    best: jax.Array, rows: Rows, column: Any, front: Any, counted: jax.Array, plane: Plane
+    best: jax.Array,
+    rows: Rows,
+    column: jax.Array,
+    front: jax.Array,
+    counted: jax.Array,
+    plane: Plane,
 ) -> tuple[jax.Array, jax.Array]:
     """Counts columns that are not negative.
 
@@ -302,8 +321,8 @@ def count_maxima(
         arg_types=(layout_of(pages.kept), layout_of(1), *[SCALAR] * len(scalars)),
         return_type=(type_of(1), INT),
     )
-    def count(_: Any, best: Any, counted: Any, *scalars: Any) -> Any:
-        _, begin, end, column, front = (lanes.scalar(s) for s in scalars)
+    def count(_: Context, best: Value, counted: Value, *scalars: Value) -> Any:
+        begin, end, column, front = (lanes.scalar(s) for s in scalars[1:])
         place = Place()
         row, column = place.row(), column + place.first_page(pages)
         (number,) = of_array(counted)
@@ -325,13 +344,13 @@ def count_maxima(
 
 
 def fill_hidden(
-    scores: Any,
-    work: tuple[Any, Any],
-    counts: Any,
-    first: Any,
-    stride: Any,
+    scores: jax.Ref,
+    work: tuple[jax.Ref, jax.Ref],
+    counts: jax.Ref,
+    first: jax.Array,
+    stride: jax.Array,
     tokens: int,
-    offset: Any,
+    offset: jax.Array,
     plane: Plane,
 ) -> None:
     """One warp writes -inf to hidden columns that no consumer writes.
@@ -348,7 +367,9 @@ def fill_hidden(
     listed, step = work[1].shape[0], plane.pages.count * plane.pages.size
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, *[SCALAR] * 3))
-    def fill(_: Any, scores: Any, tiles: Any, tile_of: Any, counts: Any, *scalars: Any) -> None:
+    def fill(
+        _: Context, scores: Memory, tiles: Memory, tile_of: Memory, counts: Memory, *scalars: Value
+    ) -> None:
         first, stride, offset = (lanes.scalar(x) for x in scalars)
         lane = lanes.thread() & 31
         lowest = lanes.constant(_LOWEST, f32())
@@ -415,6 +436,6 @@ def _store_row(target: Words, values: list[Lane], plane: Plane) -> None:
     lanes.ptx(text, place, *values)
 
 
-def _plane_row(plane: Any, row: Lane, columns: int) -> Words:
+def _plane_row(plane: Memory, row: Lane, columns: int) -> Words:
     """The start of a row of a score plane; in 64 bits, a plane may pass 2 GiB."""
     return Words.of(plane) + row.to_i64() * columns

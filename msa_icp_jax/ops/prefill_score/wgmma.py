@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxlib.mlir.dialects import llvm
 
 from msa_icp_jax.geometry import HEAD_DIM
 from msa_icp_jax.ops._mosaic import lanes
-from msa_icp_jax.ops._mosaic.lanes import Lane, as_array, of_array
+from msa_icp_jax.ops._mosaic.lanes import Context, Lane, Memory, Value, as_array, of_array
 
 KEYS = 128  # keys of a step
 ROWS = 64  # query rows that are multiplied at once: 16 tokens x 4 heads
@@ -48,14 +49,14 @@ PRODUCTS = layout_of(_FRAGMENT)
 _PRODUCTS_TYPE = type_of(_FRAGMENT)
 
 
-def rows_layout(dtype: Any) -> tuple[Any, Any]:
+def rows_layout(dtype: DTypeLike) -> tuple[Any, Any]:
     """The transforms of [.., rows, 128] matrices in shared memory that can be multiplied."""
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
     return tiling((8, _ATOM // jnp.dtype(dtype).itemsize)), swizzle(_ATOM)
 
 
-def start_products(queries: Any, keys: Any) -> jax.Array:
+def start_products(queries: jax.Ref, keys: jax.Ref) -> jax.Array:
     """Starts multiplying; the result may be read after `settle_products`.
 
     Not `plgpu.wgmma`: that one adds to registers that must be set to zero first, and the compiler
@@ -70,7 +71,7 @@ def start_products(queries: Any, keys: Any) -> jax.Array:
     tiled = plgpu.RefType(rows_layout(queries.dtype))
 
     @plgpu.inline_mgpu(arg_types=(tiled, tiled), return_type=_PRODUCTS_TYPE)
-    def start(_: Any, queries: Any, keys: Any) -> Any:
+    def start(_: Context, queries: Memory, keys: Memory) -> Any:
         anything = [Lane(llvm.mlir_undef(lanes.f32()))] * _FRAGMENT
         out = ", ".join(f"${i}" for i in range(_FRAGMENT))
         a, b = f"${2 * _FRAGMENT}", f"${2 * _FRAGMENT + 1}"
@@ -109,7 +110,7 @@ def settle_products(
     layouts, types = [layout_of(n) for n in sizes], [type_of(n) for n in sizes]
 
     @plgpu.inline_mgpu(arg_types=(PRODUCTS, *layouts), return_type=(_PRODUCTS_TYPE, *types))
-    def settle(_: Any, *arrays: Any) -> Any:
+    def settle(_: Context, *arrays: Value) -> Any:
         registers = [x for array in arrays for x in of_array(array)]
         text = f"wgmma.wait_group.sync.aligned {in_flight};"
         found = _in_place(text, registers, [])
@@ -122,7 +123,7 @@ def settle_products(
     return products, kept[0] if kept else None
 
 
-def _matrix(tile: Any, row_bytes: int) -> Lane:
+def _matrix(tile: Memory, row_bytes: int) -> Lane:
     """The descriptor of a K-major tile in shared memory with the 128-byte swizzle."""
     address = Lane(llvm.ptrtoint(lanes.i64(), mgpu.utils.memref_ptr(tile)))
     eight_rows = 8 * row_bytes >> 4

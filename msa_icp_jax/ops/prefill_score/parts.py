@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from msa_icp_jax.ops.prefill_score import maxima, plane, wgmma
 
 
-class Pieces(NamedTuple):
-    """The pieces of one form; each is documented where its machine form is."""
+class Parts(NamedTuple):
+    """The parts of one form; each is documented where its machine form is."""
 
     start_products: Callable[..., Any]
     settle_products: Callable[..., Any]
     lane_maxima: Callable[..., Any]
-    quick_maxima: Callable[..., Any]
+    integer_maxima: Callable[..., Any]
     row_maxima: Callable[..., Any]
     store_maxima: Callable[..., Any]
     stage_maxima: Callable[..., Any]
@@ -25,11 +25,11 @@ class Pieces(NamedTuple):
     fill_hidden: Callable[..., Any]
 
 
-MACHINE = Pieces(
+MACHINE = Parts(
     wgmma.start_products,
     wgmma.settle_products,
     maxima.lane_maxima,
-    maxima.quick_maxima,
+    maxima.integer_maxima,
     maxima.row_maxima,
     plane.store_maxima,
     plane.stage_maxima,
