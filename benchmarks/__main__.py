@@ -13,37 +13,27 @@ from typing import Any
 # Leaves room for torch on the same GPU; must come before JAX starts.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-STAGES = {
-    "score": "block scores of the rank's keys",
-    "select": "candidate rows: the best 16 blocks of each token and head, from scores",
-    "local": "score and select, from inputs to candidate rows",
-    "fused-local": "the same without a plane of scores of the caller's (prefill)",
-    "merge": "the ids chosen, from all ranks' candidate rows",
-    "chain": "local with merge behind it, the other ranks' rows being there (decode)",
-    "jax-chain": "a layer of one jitted program of many, by transport (decode, Hopper)",
-}
-BACKENDS = {
-    "mosaic": "the package's kernels, on Hopper GPUs",
-    "xla": "its portable definition",
-    "torch": "what the kernels are compared with, where installed:",
-    "torch_compile": "  torch as one would write it, and compiled",
-    "flashinfer": "  on a rank's share of the keys",
-    "flashinfer-no-icp": "  on all keys, for the heads that a rank owns",
-    "vllm": "  its Triton kernels",
-}
-_STAGES, _BACKENDS = (
-    "\n".join(f"  {name:18} {what}" for name, what in words.items()) for words in (STAGES, BACKENDS)
-)
-_RUN = f"""
+STAGES = ("score", "select", "local", "fused-local", "merge", "chain", "jax-chain")
+BACKENDS = ("mosaic", "xla", "torch", "torch_compile", "flashinfer", "flashinfer-no-icp", "vllm")
+_RUN = """
 Times one rank's share of every work point and compares it with its floor: bytes over the rate at
 which the card reads, or operations over the rate at which it multiplies fp8, the larger, both
 measured in the same run. The target is the most that a case should take, a multiple of its floor or
 of another row. Without a GPU: small cases, to see that everything runs.
 
 stages
-{_STAGES}
+  score         block scores of the rank's keys
+  select        candidate rows: the best 16 blocks of each token and head, from scores
+  local         score and select, from inputs to candidate rows
+  fused-local   the same without a plane of scores of the caller's (prefill)
+  merge         the ids chosen, from all ranks' candidate rows
+  chain         local with merge behind it, the other ranks' rows being there (decode)
+  jax-chain     a layer of one jitted program of many, by transport (decode, Hopper)
 backends
-{_BACKENDS}
+  mosaic        the package's kernels, on Hopper GPUs; xla: its portable definition
+  torch         torch as one would write it; torch_compile: the same, compiled
+  flashinfer    on a rank's share of the keys; flashinfer-no-icp: on all keys, for its heads
+  vllm          its Triton kernels
 
 Rows replace those of the result file that measure the same and leave the others. The exit status is
 1 where something failed, 2 where nothing was measured. All mosaic rows take about two minutes on an
@@ -57,7 +47,6 @@ _PROGRAMS = """programs of their own (--help)
 """
 _CASES = """names of cases, all by default: 'd-*' for decode, 'p-*' for prefill, 'select-*' and
 'merge-*' for these alone; the small cases of decode and prefill are 'quick-*'"""
-_MOST_KEYS = 1 << 20  # of a request: candidates are among the first 8,192 blocks
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -82,77 +71,70 @@ def refusing(command: Callable[[Any], int], parsed: argparse.Namespace) -> int:
         return fail(str(error))
 
 
-def options_of(
-    text: str | None, *, out: str = "", budget: float = 600.0, cases: bool = False
-) -> argparse.ArgumentParser:
-    """The options of a program of its own, from its docstring, which has its command in `` ` ``."""
-    raw = argparse.RawDescriptionHelpFormatter
+def parser_of(text: str | None, *, out: str = "", budget: float = 600.0) -> argparse.ArgumentParser:
+    """The parser of a program of its own, from its docstring, which has its command in `` ` ``."""
     program = (text or "``").split("`")[1].partition(" --out")[0]
-    found = argparse.ArgumentParser(prog=program, description=text, formatter_class=raw)
-    if cases:
-        words = "names of cases, all by default: '*b32-32k*'"
-        found.add_argument("--cases", default="*", metavar="GLOB", help=words)
-    return _add_run_options(found, out, budget)
+    return _with_run_options(argparse.ArgumentParser(program, **_described(text)), out, budget)
 
 
-def _add_run_options(
-    found: argparse.ArgumentParser, out: str, budget: float | None = None
+def _described(text: str | None) -> Any:
+    raw = argparse.RawDescriptionHelpFormatter
+    return {"description": (text or "").replace("\n    ", "\n"), "formatter_class": raw}
+
+
+def _with_run_options(
+    parser: argparse.ArgumentParser, out: str, budget: float | None = None
 ) -> argparse.ArgumentParser:
     """Adds --out (required where `out` is empty), --budget-seconds and --commit."""
-    default = f"; by default benchmarks/results/local/{out}, which git ignores: the committed "
-    default += "results change only where they are named"
-    words = "result file, made or merged into" + default * bool(out)
-    found.add_argument("--out", type=Path, required=not out, metavar="FILE", help=words)
+    default = f"; by default benchmarks/results/local/{out}, which git ignores" if out else ""
+    words = f"result file, made or merged into{default}"
+    parser.add_argument("--out", type=Path, required=not out, metavar="FILE", help=words)
     words = f"stop before it and keep what there is; {budget or 'without end'} by default"
-    found.add_argument("--budget-seconds", type=_seconds, default=budget, metavar="N", help=words)
+    parser.add_argument("--budget-seconds", type=_seconds, default=budget, metavar="N", help=words)
     words = "what is measured, where there is no git to ask"
-    found.add_argument("--commit", metavar="ID", help=words)
-    return found
+    parser.add_argument("--commit", metavar="ID", help=words)
+    return parser
+
+
+def _seconds(text: str) -> float:
+    if not 0 < float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0 seconds")
+    return float(text)
 
 
 def _parser() -> argparse.ArgumentParser:
     from benchmarks import record
 
-    raw = argparse.RawDescriptionHelpFormatter
-    top = argparse.ArgumentParser(
-        "python -m benchmarks", description=_RUN, epilog=_PROGRAMS, formatter_class=raw
-    )
+    top = argparse.ArgumentParser("python -m benchmarks", epilog=_PROGRAMS, **_described(_RUN))
     top.set_defaults(command=_run)
-    top.add_argument("--quick", action="store_true", help="small cases: does it all run?")
     top.add_argument("--cases", default="*", metavar="GLOB", help=_CASES)
     plural: dict[str, Any] = {"nargs": "+", "default": []}
     for name, choices in (("stage", STAGES), ("backend", BACKENDS)):
         words = {"metavar": name.upper(), "help": "by default all that there are here"}
         top.add_argument(f"--{name}s", choices=choices, **plural, **words)
-    _add_run_options(top, "<device>.json")
+    _with_run_options(top, "<device>.json")
     commands = top.add_subparsers(metavar="COMMAND", title="commands (COMMAND --help)")
 
     def add(command: Any, words: str, text: str | None = None) -> argparse.ArgumentParser:
-        name = command.__name__.strip("_")
-        text = text or command.__doc__.replace("\n    ", "\n")
-        found = commands.add_parser(name, help=words, description=text, formatter_class=raw)
+        found = commands.add_parser(
+            command.__name__.strip("_"), help=words, **_described(text or command.__doc__)
+        )
         found.set_defaults(command=command)
         return found
 
     found = add(_sweep, "decode's time over contexts and batches, and its model")
-    words = "keys of a request, 5000, 4K or 1M say; by default 4K 16K 64K (on a GPU 256K 1M too)"
-    found.add_argument("--contexts", type=size, metavar="KEYS", help=words, **plural)
-    words = "requests; by default 1 4 (on a GPU 16 64 256 too)"
-    found.add_argument("--batches", type=_count, metavar="B", help=words, **plural)
-    found.add_argument("--world-sizes", type=int, choices=(2, 4), help="default: both", **plural)
-    _add_run_options(found, "<device>-sweep.json")
-    words = "everything, part by part within one budget: what is committed"
-    found = add(_record, words, record.__doc__)
+    _with_run_options(found, "<device>-sweep.json")
+    found = add(_record, "everything, part by part: what is committed", record.__doc__)
     words = {"metavar": "PART", "help": "default: all"}
     found.add_argument("--parts", choices=record.PARTS, **plural, **words)
-    _add_run_options(found, "", budget=400.0)
-    for command, files, words in (
+    _with_run_options(found, "", budget=400.0)
+    for command, files, what in (
         (_compare, ("before", "after"), "what moved beyond the noise"),
-        (_merge, ("into", "from"), "replace the rows of INTO that FROM has"),
+        (_merge, ("into", "source"), "replace the rows of INTO that SOURCE has"),
         (_plot, ("file",), "PNG files beside a result file"),
         (_readme, (), "rewrite the tables of the documents from committed results"),
     ):
-        found = add(command, words)
+        found = add(command, what)
         for name in files:
             found.add_argument(name, type=Path, metavar=name.upper(), help="a result file")
     return top
@@ -162,7 +144,7 @@ def _run(given: Any) -> int:
     from benchmarks import run
 
     machine = run.Machine()
-    wanted = run.items(machine, given.cases, given.stages, given.backends, quick=given.quick)
+    wanted = run.items(machine, given.cases, given.stages, given.backends)
     out = given.out or machine.default_out
     return run.Runner(machine, wanted, out, given.budget_seconds, given.commit).run(given.backends)
 
@@ -173,14 +155,13 @@ def _sweep(given: Any) -> int:
     Every request is as long as the others. Fits time = fixed + bytes / rate. Points whose shard is
     larger than 1 GiB are left out.
     """
-    from benchmarks import results, run
+    from benchmarks import report, results, run
 
     machine = run.Machine()
-    wanted = run.sweep(machine, given.contexts, given.batches, given.world_sizes)
     out = given.out or results.beside(machine.default_out, "-sweep")
-    runner = run.Runner(machine, wanted, out, given.budget_seconds, given.commit)
-    status, fits = runner.run(["mosaic"]), results.fits(results.load(out).rows.values())
-    print("\n".join(map(str, fits)) or "no model: it takes 3 points or more")
+    runner = run.Runner(machine, run.sweep(machine), out, given.budget_seconds, given.commit)
+    status = runner.run(["mosaic"])
+    print(report.models(results.load(out).values()))
     return status
 
 
@@ -196,40 +177,22 @@ def _compare(given: Any) -> int:
     Their spreads do not touch. Figures of another device, or timed otherwise, are not compared. The
     exit status is 1 where something is slower, 2 where there is nothing to compare.
     """
-    from benchmarks import report, results
+    from benchmarks import report
 
-    before, after = results.load(given.before), results.load(given.after)
-    for path, one, other in ((given.before, before, after), (given.after, after, before)):
-        print(f"{path}: {report.origin(one.rows.values())}")
-        alone = [results.label(row) for key, row in one.rows.items() if key not in other.rows]
-        if alone:
-            print(f"only in {path}: {len(alone)} figures: {'; '.join(alone[:3])}")
-    moved, unlike = results.compare(before, after)
-    for verdict in ("slower", "faster"):
-        for old, new in moved[verdict]:
-            us = f"{old['median_us']:.2f} -> {new['median_us']:.2f} us"
-            ratio = new["median_us"] / old["median_us"]
-            print(f"{verdict}: {results.label(new)}: {us}, {ratio:.3f}")
-    for reason, pairs in unlike.items():
-        print(f"not compared: {len(pairs)} figures, {reason}")
-    print(", ".join(f"{len(pairs)} {verdict}" for verdict, pairs in moved.items()))
-    if not any(moved.values()):
-        return fail("nothing to compare")
-    return 1 if moved["slower"] else 0
+    return report.compare(given.before, given.after)
 
 
 def _merge(given: Any) -> int:
-    """Rows of FROM replace those of INTO that measure the same, or are added.
+    """Rows of SOURCE replace those of INTO that measure the same, or are added.
 
-    INTO is made if it is not there, FROM stays as it is.
+    INTO is made if it is not there, SOURCE stays as it is.
     """
     from benchmarks import results
 
-    into, source = given.into, vars(given)["from"]
-    found = results.load(source)
-    results.prepare(into)
-    results.save(into, found.rows.values(), found.absent)
-    print(f"{len(found.rows)} rows of {source} merged into {into}")
+    rows = results.load(given.source)
+    results.prepare(given.into)
+    results.save(given.into, rows.values())
+    print(f"{len(rows)} rows of {given.source} merged into {given.into}")
     return 0
 
 
@@ -254,30 +217,6 @@ def _readme(_: Any) -> int:
     changed = report.rewrite()
     print("\n".join(f"rewritten: {path}" for path in changed) or "up to date")
     return 0
-
-
-# ---- arguments ----
-
-
-def _seconds(text: str) -> float:
-    if not 0 < float(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0 seconds")
-    return float(text)
-
-
-def size(text: str) -> int:
-    """4096, 4K or 1M keys of a request."""
-    unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
-    digits = text if unit == 1 else text[:-1]
-    if not digits.isdecimal() or not 0 < int(digits) * unit <= _MOST_KEYS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size from 1 to 1M, like 5000, 4K or 1M")
-    return int(digits) * unit
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A *baseline* is a backend that works on torch tensors. All run in the same CUDA graph as the kernels
 do, on a CPU one call after the other. *Peers* are other packages, called through their public
-functions where they are installed and have the parameters that are used here.
+functions where they are installed.
 
 A peer does not know shards. In decode it gets a rank's share of each request's keys, context / W,
 as a context of its own: it reads the same bytes and writes W times fewer scores. *Without ICP* it
@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -38,38 +37,43 @@ Call = Callable[[], tuple[Any, Any]]  # returns (scores [T, H, columns] or None,
 class Baseline:
     """A backend on torch tensors: what binds a call to (case, tensors), and the case it is given.
 
-    One that `rotates` reads at a speed at which the cache matters, so it goes through all sets; to
-    others two are enough: what they write flushes it. An `exact` one chooses the best of its own
-    scores to the last bit.
+    A `peer` reads at a speed at which the cache matters, so it goes through all sets; to others two
+    are enough: what they write flushes it. Those choose the best of their own scores to the last
+    bit, a peer of near ties either.
     """
 
     bind: Callable[[Any, Arrays], Call]
     given: Callable[[Any], Any] = lambda case: case
-    rotates: bool = False
-    exact: bool = True
+    peer: bool = False
 
 
 def find(name: str, gpu: bool) -> Baseline | str:
     """The baseline of `NAMES`, or why it cannot be measured here."""
     if not gpu and name != "torch":
         return "measured on GPUs only"
-    if name == "torch":
-        return Baseline(in_torch)
-    compiled = functools.partial(in_torch, compiled=True)
-    return Baseline(compiled) if name == "torch_compile" else find_peer(name)
+    if name not in PEERS:
+        return Baseline(functools.partial(in_torch, compiled=name == "torch_compile"))
+    module, bind, given = PEERS[name]
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return "not installed"
+    try:
+        package = importlib.import_module(module)
+    except Exception as error:  # whatever a package of others does when it is loaded
+        return f"cannot import {module}: {type(error).__name__}: {error}"
+    return Baseline(functools.partial(bind, package), given, peer=True)
 
 
 def measure(case: Any, inputs: Inputs, baseline: Baseline, runs: int) -> Times:
     """Checks scores against float64 and ids against the best ones, and times the calls."""
-    sets, fixed = inputs.sets if baseline.rotates else inputs.sets[:2], tensors(inputs.fixed)
+    sets, fixed = inputs.sets if baseline.peer else inputs.sets[:2], tensors(inputs.fixed)
     calls = [baseline.bind(case, fixed | tensors(one_set)) for one_set in sets]
     first, (scores, ids) = inputs.fixed | sets[0], calls[0]()
     if scores is None:  # it keeps its scores to itself: those of torch, in float32
         scores, _ = in_torch(case, tensors(first), precise=True)()
     check_scores(case, first | {"scores": scores}, "fast")
-    check_chosen(case, first, scores, host(ids), exact=baseline.exact)
+    check_chosen(case, first, scores, host(ids), exact=not baseline.peer)
     if jax.default_backend() == "gpu":
-        return in_graph([[call] for call in calls * (1 if baseline.rotates else 2)], runs)
+        return in_graph(calls * (1 if baseline.peer else 2), runs)
     return on_clock(lambda: [call() for call in calls], runs, len(calls), "eager")
 
 
@@ -116,25 +120,22 @@ def _compiled(case: Any) -> Callable[..., Any]:
 
 
 def _decode_scores(case: Any, queries: Any, keys: Any, table: Any, positions: Any) -> Any:
-    requests, length, rows = len(case.lens), case.query_len, case.rows_per_page
-    pages = table.shape[1]
-    gathered = _gather(keys, table, queries.dtype).reshape(requests, pages * rows, HEAD_DIM)
+    requests, pages = table.shape
+    gathered = _gather(keys, table, queries.dtype).reshape(requests, -1, HEAD_DIM)
     products = queries.reshape(requests, -1, HEAD_DIM) @ gathered.transpose(1, 2)
-    products = products.reshape(requests * length, case.heads, pages, rows)
-    return _page_maxima(case, products, positions)
+    return _page_maxima(case, products.reshape(-1, case.heads, pages, keys.shape[1]), positions)
 
 
 def _prefill_scores(case: Any, queries: Any, keys: Any, table: Any, positions: Any) -> Any:
     import torch
 
-    width, rows = table.shape[1], case.rows_per_page
-    parts = []
+    width, parts = table.shape[1], []
     segments = zip(queries.split(case.query_lens), positions.split(case.query_lens), strict=True)
     for segment, (mine, at) in enumerate(segments):
         pages = case.request_pages[segment]
         gathered = _gather(keys, table[segment, :pages], queries.dtype).reshape(-1, HEAD_DIM)
         for some, where in zip(mine.split(_CHUNK_TOKENS), at.split(_CHUNK_TOKENS), strict=True):
-            products = (some @ gathered.T).reshape(-1, case.heads, pages, rows)
+            products = (some @ gathered.T).reshape(-1, case.heads, pages, keys.shape[1])
             maxima = _page_maxima(case, products, where)
             parts.append(torch.nn.functional.pad(maxima, (0, width - pages), value=-torch.inf))
     return torch.cat(parts)
@@ -188,32 +189,15 @@ def whole(case: Decode | Prefill) -> Decode | Prefill:
     return dataclasses.replace(case, world_size=1, heads=NUM_HEADS // case.world_size)
 
 
-def find_peer(name: str) -> Baseline | str:
-    """The peer, one of PEERS, or why it cannot be measured here."""
-    module, functions, bind, given = PEERS[name]
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-        return "not installed"
-    try:
-        package = importlib.import_module(module)
-    except Exception as error:  # whatever a package of others does when it is loaded
-        return f"cannot import {module}: {type(error).__name__}: {error}"
-    for function, wanted in functions.items():
-        if not hasattr(package, function):
-            return f"{module}.{function} does not exist"
-        offered = inspect.signature(getattr(package, function)).parameters
-        if missing := [x for x in wanted.split() if x not in offered]:
-            return f"{module}.{function}({', '.join(offered)}) has no {', '.join(missing)}"
-    return Baseline(functools.partial(bind, package), given, rotates=True, exact=False)
-
-
-def _lengths(case: Any, arrays: Arrays) -> tuple[Any, Any, Any, int]:
-    """Of tokens where each request's begin and the last end, of keys, and of keys before; most."""
+def _lengths(case: Any, arrays: Arrays) -> tuple[Any, Any, Any]:
+    """Of tokens, where each request's begin and the last end; of keys; of keys before."""
     import torch
 
-    starts = np.cumsum([0, *case.query_lens])
     before = np.subtract(case.lens, case.query_lens)
-    words = (torch.as_tensor(x, dtype=torch.int32) for x in (starts, np.array(case.lens), before))
-    return *(x.to(arrays["keys"].device) for x in words), max(case.query_lens)
+    words = (np.cumsum([0, *case.query_lens]), np.array(case.lens), before)
+    starts, lens, before = (torch.as_tensor(x, dtype=torch.int32) for x in words)
+    device = arrays["keys"].device
+    return starts.to(device), lens.to(device), before.to(device)
 
 
 def _flashinfer(package: Any, case: Any, arrays: Arrays) -> Call:
@@ -221,27 +205,17 @@ def _flashinfer(package: Any, case: Any, arrays: Arrays) -> Call:
 
     keys, columns = arrays["keys"], max(case.request_pages)
     pages = keys.reshape(-1, 1, PAGE_SIZE, HEAD_DIM)
-    starts, lens, _, most = _lengths(case, arrays)
+    starts, lens, _ = _lengths(case, arrays)
     scores = torch.empty(case.heads, columns, case.tokens, device=keys.device)
     ids = torch.empty(case.tokens, case.heads, TOPK, dtype=torch.int32, device=keys.device)
+    sizes = {"max_seqlen_q": max(case.query_lens), "max_k_tiles": columns, "causal": True}
+    given = {"page_table": arrays["table"], "seqused_k": lens, "output": scores}
+    forced = {"force_begin_blocks": INIT_BLOCKS, "force_end_blocks": LOCAL_BLOCKS}
+    chosen = {"num_valid_pages": arrays["counts"], "output": ids, **forced}
 
     def call() -> tuple[Any, Any]:
-        package.msa_proxy_score(
-            *(arrays["queries"], pages, starts),
-            page_table=arrays["table"],
-            seqused_k=lens,
-            causal=True,
-            max_seqlen_q=most,
-            max_k_tiles=columns,
-            output=scores,
-        )
-        package.msa_topk_select(
-            *(scores, TOPK),
-            num_valid_pages=arrays["counts"],
-            output=ids,
-            force_begin_blocks=INIT_BLOCKS,
-            force_end_blocks=LOCAL_BLOCKS,
-        )
+        package.msa_proxy_score(arrays["queries"], pages, starts, **given, **sizes)
+        package.msa_topk_select(scores, TOPK, **chosen)
         return scores.permute(2, 0, 1), ids
 
     return call
@@ -250,12 +224,12 @@ def _flashinfer(package: Any, case: Any, arrays: Arrays) -> Call:
 def _vllm(package: Any, case: Any, arrays: Arrays) -> Call:
     import torch
 
-    keys, longest = arrays["keys"], max(case.request_pages) * PAGE_SIZE
-    starts, lens, before, most = _lengths(case, arrays)
+    keys, most = arrays["keys"], max(case.query_lens)
+    starts, lens, before = _lengths(case, arrays)
     ids = torch.empty(case.heads, case.tokens, TOPK, dtype=torch.int32, device=keys.device)
     inputs = (arrays["queries"], keys, arrays["table"])
     forced = {"init_blocks": INIT_BLOCKS, "local_blocks": LOCAL_BLOCKS, "topk": TOPK, "out": ids}
-    sizes = {"max_seq_len": longest, "num_kv_heads": case.heads}
+    sizes = {"max_seq_len": max(case.request_pages) * PAGE_SIZE, "num_kv_heads": case.heads}
 
     def decoded() -> tuple[Any, Any]:
         each = {"decode_query_len": most, "max_decode_query_len": most}
@@ -271,22 +245,10 @@ def _vllm(package: Any, case: Any, arrays: Arrays) -> Call:
     return decoded if isinstance(case, Decode) else prefilled
 
 
-_FLASHINFER = {
-    "msa_proxy_score": "q k cu_seqlens_q page_table seqused_k causal max_seqlen_q max_k_tiles "
-    "output",
-    "msa_topk_select": "max_score topk num_valid_pages output force_begin_blocks force_end_blocks",
-}
-_TOPK = "topk init_blocks local_blocks out"
-_INDEX = "idx_q index_kv_cache block_table seq_lens max_seq_len num_kv_heads"
-_VLLM = {
-    "minimax_m3_index_decode": f"{_INDEX} {_TOPK} decode_query_len max_decode_query_len",
-    "minimax_m3_index_score": f"{_INDEX} cu_seqlens_q prefix_lens max_query_len",
-    "minimax_m3_index_topk": f"score cu_seqlens_q prefix_lens max_query_len {_TOPK}",
-}
-# Name: the module, its functions with their parameters, what binds a call, the case it gets.
-PEERS: dict[str, tuple[str, dict[str, str], Callable[..., Call], Callable[..., Any]]] = {
-    "flashinfer": ("flashinfer.msa_ops", _FLASHINFER, _flashinfer, share),
-    "flashinfer-no-icp": ("flashinfer.msa_ops", _FLASHINFER, _flashinfer, whole),
-    "vllm": ("vllm.models.minimax_m3.common.ops", _VLLM, _vllm, share),
+# Name: the module, what binds a call of its functions, the case it gets.
+PEERS: dict[str, tuple[str, Callable[..., Call], Callable[..., Any]]] = {
+    "flashinfer": ("flashinfer.msa_ops", _flashinfer, share),
+    "flashinfer-no-icp": ("flashinfer.msa_ops", _flashinfer, whole),
+    "vllm": ("vllm.models.minimax_m3.common.ops", _vllm, share),
 }
 NAMES = ("torch", "torch_compile", *PEERS)

@@ -3,8 +3,6 @@
 A *floor* is the larger of bytes over the read ceiling and operations over the matmul ceiling, both
 measured in the same run. A *target* bounds the local stage's time by a multiple of the floor;
 those of select and merge alone are in microseconds (launches set their floor).
-
-A new case is a line of the tables below; what is measured of it stands in its class.
 """
 
 from __future__ import annotations
@@ -16,14 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from msa_icp_jax.geometry import (
-    COLUMN_MULTIPLE,
-    HEAD_DIM,
-    NUM_HEADS,
-    TOPK,
-    cdiv,
-    round_up,
-)
+from msa_icp_jax.geometry import COLUMN_MULTIPLE, HEAD_DIM, NUM_HEADS, TOPK, cdiv, round_up
 from msa_icp_jax.rows import ROW_WORDS
 
 PAGE_SIZE = 128
@@ -123,7 +114,6 @@ class Sharded:
 
     @functools.cached_property
     def _flops(self) -> int:
-        """Operations on the keys that the tokens see."""
         seen = sum(self.visible(position, self.lens[b]) for b, position in self.positions)
         return 2 * HEAD_DIM * self.heads * seen
 
@@ -191,7 +181,7 @@ class Host:
     """What a torch decode costs the host (host.py); at most `target` times the first one."""
 
     name: str
-    backend: str
+    backend: str = "mosaic"
     target: float | None = None
     precision = "exact"
 
@@ -199,9 +189,9 @@ class Host:
 Case = Decode | Prefill | Alone
 
 
-def decode(name: str, lens: tuple[int, ...], *more: Any, each: int = 1) -> Decode:
-    """`each` tokens of every request; `more` is the world size and the target."""
-    return Decode(name, lens, (each,) * len(lens), *more)
+def decode(name: str, batch: int, context: int, *more: Any, each: int = 1) -> Decode:
+    """Requests alike, `each` tokens of every one; `more` is the world size and the target."""
+    return Decode(name, (context,) * batch, (each,) * batch, *more)
 
 
 def _prefill(name: str, tokens: int, end: int, *more: Any) -> Prefill:
@@ -212,14 +202,14 @@ def _prefill(name: str, tokens: int, end: int, *more: Any) -> Prefill:
 _SHUFFLED = np.random.default_rng(0).permutation(64)
 _RAGGED_LENS = tuple(round(1024 * 256 ** ((int(i) + 0.5) / 64)) for i in _SHUFFLED)
 DECODE = (
-    decode("d-b1-1m-w4", (1 << 20,), 4, 1.72),
-    decode("d-b8-128k-w4", (1 << 17,) * 8, 4, 1.66),
-    decode("d-b32-32k-w2", (1 << 15,) * 32, 2, 1.35),
-    decode("d-b32-128k-w4", (1 << 17,) * 32, 4, 1.16),
-    decode("d-b64-64k-w2", (1 << 16,) * 64, 2, 1.10),
-    decode("d-b128-16k-w4", (1 << 14,) * 128, 4, 1.30),
-    decode("d-b32-128k-w4-q4", (1 << 17,) * 32, 4, 1.24, each=4),
-    decode("d-b64-ragged-w4", _RAGGED_LENS, 4, 1.29),
+    decode("d-b1-1m-w4", 1, 1 << 20, 4, 1.72),
+    decode("d-b8-128k-w4", 8, 1 << 17, 4, 1.66),
+    decode("d-b32-32k-w2", 32, 1 << 15, 2, 1.35),
+    decode("d-b32-128k-w4", 32, 1 << 17, 4, 1.16),
+    decode("d-b64-64k-w2", 64, 1 << 16, 2, 1.10),
+    decode("d-b128-16k-w4", 128, 1 << 14, 4, 1.30),
+    decode("d-b32-128k-w4-q4", 32, 1 << 17, 4, 1.24, each=4),
+    Decode("d-b64-ragged-w4", _RAGGED_LENS, (1,) * 64, 4, 1.29),
 )
 _RAGGED_ENDS = tuple(round(16384 * 16 ** (i / 7)) for i in range(8))
 PREFILL = (
@@ -233,15 +223,6 @@ PREFILL = (
     _prefill("p-t2048-128k-w2", 2048, 1 << 17, 2, 1.20),
     Prefill("p-ragged-w4", _RAGGED_ENDS, (1024,) * 8, 4, 1.35),
 )
-_BF16_TARGETS = {
-    "d-b8-128k-w4": 1.35,
-    "d-b32-32k-w2": 1.22,
-    "d-b32-128k-w4": 1.12,
-    "d-b64-64k-w2": 1.08,
-    "p-32k-w4": 1.35,
-    "p-128k-w4": 1.25,
-    "p-ragged-w4": 1.35,
-}
 
 
 def _like(name: str, suffix: str, **changes: Any) -> Decode | Prefill:
@@ -250,8 +231,14 @@ def _like(name: str, suffix: str, **changes: Any) -> Decode | Prefill:
     return dataclasses.replace(case, name=f"{name}-{suffix}", **changes)
 
 
-BF16 = tuple(
-    _like(name, "bf16", target=target, dtype=BFLOAT16) for name, target in _BF16_TARGETS.items()
+BF16 = (
+    _like("d-b8-128k-w4", "bf16", dtype=BFLOAT16, target=1.35),
+    _like("d-b32-32k-w2", "bf16", dtype=BFLOAT16, target=1.22),
+    _like("d-b32-128k-w4", "bf16", dtype=BFLOAT16, target=1.12),
+    _like("d-b64-64k-w2", "bf16", dtype=BFLOAT16, target=1.08),
+    _like("p-32k-w4", "bf16", dtype=BFLOAT16, target=1.35),
+    _like("p-128k-w4", "bf16", dtype=BFLOAT16, target=1.25),
+    _like("p-ragged-w4", "bf16", dtype=BFLOAT16, target=1.35),
 )
 ADVERSARIAL = tuple(_like("p-32k-w4", x, target=None, data=x) for x in ("ascending", "ties"))
 ADVERSARIAL_OVER_NORMAL = 2.5  # their time over that of the case of normal data, at most
@@ -267,30 +254,25 @@ ALONE = (
 )
 HOST = (
     Host("torch-op", "torch"),
-    Host("decode-direct-eager", "mosaic", 2.5),
-    Host("decode-direct-eager-fresh", "mosaic", 4.0),
-    Host("decode-direct-graph", "mosaic"),
-    Host("decode-dlpack-eager", "mosaic", 35.0),
+    Host("decode-direct-eager", target=2.5),
+    Host("decode-direct-eager-fresh", target=4.0),
+    Host("decode-direct-graph"),
+    Host("decode-dlpack-eager", target=35.0),
 )
 
 FULL: tuple[Case, ...] = (*DECODE, *ALONE, *PREFILL, *BF16, *ADVERSARIAL)
-QUICK: tuple[Case, ...] = (
-    decode("quick-decode", (1024, 700, 3000), 4, each=2),
+QUICK: tuple[Case, ...] = (  # without a GPU
+    Decode("quick-decode", (1024, 700, 3000), (2, 2, 2), 4),
     Prefill("quick-prefill", (512, 300), (40, 24), 2),
     Prefill("quick-ascending", (3000,), (64,), 2, data="ascending"),
-    dataclasses.replace(decode("quick-bf16", (700, 300), 4), dtype=BFLOAT16),
+    Decode("quick-bf16", (700, 300), (1, 1), 4, dtype=BFLOAT16),
     Alone("select", 8, 256),
     Alone("merge", 8),
 )
 
 
-def at_world_size(case: Decode, world_size: int) -> Decode:
-    """The case at this many ranks, with a name that says so."""
-    name = re.sub(r"-w\d", f"-w{world_size}", case.name)
-    return dataclasses.replace(case, name=name, world_size=world_size)
-
-
 def of_ranks(world_size: int) -> list[Decode]:
     """Every decode case at this many ranks, those that are so by themselves first."""
     own_first = sorted(DECODE, key=lambda case: case.world_size != world_size)
-    return [at_world_size(case, world_size) for case in own_first]
+    named = ((re.sub(r"-w\d", f"-w{world_size}", case.name), case) for case in own_first)
+    return [dataclasses.replace(case, name=x, world_size=world_size) for x, case in named]

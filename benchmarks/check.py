@@ -125,17 +125,19 @@ def check_chosen(
     differ by less than the fast arithmetic may err.
     """
     some = sample(case.tokens, 16)
-    counts = host(arrays["counts"])[some]
-    slack = 0.0 if exact else EPS["fast"] * _largest_sum(arrays)
-    planes = _some(scores, some)
+    counts, planes = host(arrays["counts"])[some], _some(scores, some)
+    rows = (host(arrays["queries"]), np.asarray(arrays["keys"][:_KEY_PAGES]))
+    # At least sum_d |q_d k_d| of any query and key: the product of the largest lengths.
+    largest = np.prod([np.linalg.norm(x.astype(np.float32), axis=-1).max() for x in rows])
+    slack = 0.0 if exact else EPS["fast"] * largest
     every = oracle.top_ids(planes, counts, *_FORCED)
-    for token, count, rows, chosen in zip(some, counts, planes, every, strict=True):
-        for head, (row, best) in enumerate(zip(rows, chosen, strict=True)):
-            best, got = best[best >= 0], ids[token, head][ids[token, head] >= 0]
-            legal = len(np.unique(got)) == len(got) == len(best) and (got < count).all()
-            forced = best[(best < INIT_BLOCKS) | (best >= count - LOCAL_BLOCKS)]
-            if not legal or not np.isin(forced, got).all() or not _alike(row, got, best, slack):
-                raise Mismatch(f"ids of token {token}, head {head}: {got}, the best are {best}")
+    for at, head in np.ndindex(every.shape[:2]):
+        row, best, got = planes[at, head], every[at, head], ids[some[at], head]
+        best, got = best[best >= 0], got[got >= 0]
+        legal = len(np.unique(got)) == len(got) == len(best) and (got < counts[at]).all()
+        forced = best[(best < INIT_BLOCKS) | (best >= counts[at] - LOCAL_BLOCKS)]
+        if not legal or not np.isin(forced, got).all() or not _alike(row, got, best, slack):
+            raise Mismatch(f"ids of token {some[at]}, head {head}: {got}, the best are {best}")
 
 
 def _alike(row: np.ndarray, got: np.ndarray, best: np.ndarray, slack: float) -> bool:
@@ -143,9 +145,3 @@ def _alike(row: np.ndarray, got: np.ndarray, best: np.ndarray, slack: float) -> 
     a, b = np.sort(row[got]), np.sort(row[best])
     with np.errstate(invalid="ignore"):  # -inf less -inf
         return bool(((a == b) | (np.abs(a - b) <= slack)).all())
-
-
-def _largest_sum(arrays: Arrays) -> float:
-    """At least sum_d |q_d k_d| of any query and key: the product of the largest lengths."""
-    rows = (host(arrays["queries"]), np.asarray(arrays["keys"][:_KEY_PAGES]))
-    return float(np.prod([np.linalg.norm(x.astype(np.float32), axis=-1).max() for x in rows]))

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from benchmarks import check, results, timing
-from benchmarks.__main__ import options_of, refusing
+from benchmarks.__main__ import parser_of, refusing
 from benchmarks.baselines import tensors
 from benchmarks.cases import INIT_BLOCKS, LOCAL_BLOCKS, Decode, of_ranks
 from benchmarks.report import line
@@ -142,8 +142,10 @@ def over(backend: str, case: Decode, inputs: Inputs, number: int) -> Times:
     """A rank's chain over a transport, checked."""
     if backend == "none":
         stage = build(case, "chain", "mosaic", "exact")
-        lower = functools.partial(timing.lowered, {}, case, "exact")
-        run = GraphRun(stage, inputs, written_like(case), _LINKS, lower)
+        shapes, structs = written_like(case), jax.eval_shape(lambda: inputs)
+        given = shapes | structs.fixed | structs.sets[0]
+        kernels = timing.kernels_of(stage, given)
+        run = GraphRun(kernels, inputs, shapes, _LINKS)
         check.check_stage(case, "chain", "exact", run.run())
         return run.times(_RUNS)
     storage = storage_of(case) if backend.startswith("one-sided") else None
@@ -153,7 +155,7 @@ def over(backend: str, case: Decode, inputs: Inputs, number: int) -> Times:
     for link in range(3):
         rank.decode(link)
     rank.check(delivered(rank.sent(2)))
-    links = [[functools.partial(rank.decode, link)] for link in range(_LINKS)]
+    links = [functools.partial(rank.decode, link) for link in range(_LINKS)]
     found = in_graph(links, _RUNS, start_together)
     if check.host(rank.comm.errors).any():
         raise check.Mismatch(f"{case.name}: faults over {backend}")
@@ -204,16 +206,11 @@ def start_together() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    found = options_of(__doc__, cases=True)
-    named = {"nargs": "+", "default": BACKENDS, "choices": BACKENDS, "metavar": "BACKEND"}
-    found.add_argument("--backends", **named)
-    return refusing(_main, found.parse_args(arguments))
+    return refusing(_main, parser_of(__doc__).parse_args(arguments))
 
 
-def _able(pattern: str) -> list[Decode]:
-    """The cases that this process takes part in; `Refused` where it can't."""
-    from benchmarks.run import named
-
+def _ranks() -> int:
+    """How many processes take part; `Refused` where they can't."""
     if importlib.util.find_spec("torch") is None:
         raise Refused("this Python has no torch; `make bench CUDA=13` sets up one that has")
     gpus = importlib.import_module("torch").cuda.device_count()
@@ -222,38 +219,39 @@ def _able(pattern: str) -> list[Decode]:
     ranks = os.environ.get("WORLD_SIZE", "") if "LOCAL_RANK" in os.environ else "no"
     if ranks not in ("2", "4"):
         raise Refused(f"it takes 2 or 4 processes of torchrun, there are {ranks}")
-    return named(of_ranks(int(ranks)), pattern)
+    return int(ranks)
 
 
 def _main(parsed: Any) -> int:
-    found = _able(parsed.cases)
+    world_size = _ranks()
     results.prepare(parsed.out)
     import torch
     import torch.distributed as dist
 
-    start = time.monotonic()
-    rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    start, rank = time.monotonic(), int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     jax.config.update("jax_default_device", jax.devices()[rank])
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     device = f"{torch.cuda.get_device_name()} x{world_size}"
     ceilings = timing.ceilings(torch)
     setting = results.Setting(device, str(torch.__version__), ceilings, parsed.commit)
-    pool = Pool(found, GPU_STREAM_BYTES)
-    for case in found:
+    cases = of_ranks(world_size)
+    pool = Pool(cases, GPU_STREAM_BYTES)
+    for case in cases:
         spent: list[Any] = [time.monotonic() - start]
         dist.broadcast_object_list(spent)  # all ranks decide alike
         if spent[0] > parsed.budget_seconds:
             print(f"left out, out of time: {case.name}")
             continue
-        inputs, alone = pool.inputs(case, "mosaic"), None
-        for backend in parsed.backends:
+        inputs, alone = pool.inputs(case, "mosaic"), 0.0
+        for backend in BACKENDS:
             every: list[Any] = [None] * world_size
             dist.all_gather_object(every, over(backend, case, inputs, rank))
             times = max(every, key=lambda times: times.median)
-            alone = times.median if backend == "none" else alone
             more = {"payload_bytes": payload(case, backend)}
-            if backend != "none" and alone is not None:
+            if backend == "none":
+                alone = times.median
+            else:
                 more["added_us"] = round(times.median - alone, 3)
             key = (case.name, "chain", backend, "exact")
             row = setting.row(key, times, case.floor("chain").us(ceilings), **more)

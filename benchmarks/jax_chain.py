@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import check
-from benchmarks.__main__ import options_of, refusing
+from benchmarks.__main__ import parser_of, refusing
 from benchmarks.cases import INIT_BLOCKS, LOCAL_BLOCKS, PREFILL, RANK, Decode, Prefill, of_ranks
 from benchmarks.results import Refused
 from benchmarks.stages import POISON, Arrays, Inputs, plan_options
@@ -56,12 +56,10 @@ _INPUTS = {"counts", *_READ[Decode], *_READ[Prefill]}
 _SPIN_LIMIT = 1 << 22  # looks, some seconds
 
 
-def compile_for(
-    case: Any, transport: str, mesh: Mesh | None, fixed: Arrays, one_set: Arrays, sets: int
-) -> Any:
-    """The compiled program, from shapes of one rank's arrays."""
+def compile_for(case: Any, transport: str, mesh: Mesh | None, structs: Inputs, sets: int) -> Any:
+    """The compiled program, from shapes of one rank's inputs."""
     chain = Chain(case, transport, mesh)
-    arguments = chain.abstract(fixed, one_set, sets)
+    arguments = chain.abstract(structs, sets)
     return chain.jitted(arguments).lower(*arguments).compile()
 
 
@@ -106,16 +104,16 @@ class Chain:
 
     # ---- arrays ----
 
-    def abstract(self, fixed: Arrays, one_set: Arrays, sets: int) -> tuple[Any, ...]:
+    def abstract(self, structs: Inputs, sets: int) -> tuple[Any, ...]:
         """The arguments of the program, from shapes of arrays."""
         state = jax.eval_shape(self._buffers)
         if self._one_sided:
             geometry = self.plan.geometry
             shapes = comm_shapes(geometry.world_size, geometry.max_decode_tokens, one_sided=True)
-            structs = {k: jax.ShapeDtypeStruct(x, np.int32) for k, x in shapes.items() if x[0]}
+            words = {k: jax.ShapeDtypeStruct(x, np.int32) for k, x in shapes.items() if x[0]}
             nothing: Any = dict.fromkeys(shapes, NO_ROWS)
-            state["comm"] = MSAIcpComm(**(nothing | structs))
-        return self._placed(fixed, [one_set] * min(sets, _LAYERS), state)
+            state["comm"] = MSAIcpComm(**(nothing | words))
+        return self._placed(structs.fixed, structs.sets * min(sets, _LAYERS), state)
 
     @contextlib.contextmanager
     def running(self, inputs: Inputs, program: Any = None) -> Iterator[None]:
@@ -316,20 +314,19 @@ CASES = (*of_ranks(2), *(case for case in PREFILL if case.name in ("p-8k-w2", "p
 
 
 def _main(parsed: Any) -> int:
-    from benchmarks.run import Machine, Runner, chain_items, named  # it measures by this module
+    from benchmarks.run import Machine, Runner, chain_items  # it measures by this module
 
     gpus = [x for x in jax.devices() if getattr(x, "compute_capability", "") == "9.0"]
     if len(gpus) < 2:
         raise Refused(f"it takes two Hopper GPUs in one process, JAX sees {len(gpus)}")
-    found = named(CASES, parsed.cases)
-    wanted = [item for case in found for item in chain_items(case, TRANSPORTS[type(case)])]
+    wanted = [item for case in CASES for item in chain_items(case, TRANSPORTS[type(case)])]
     mesh = jax.make_mesh((2,), (AXIS,), axis_types=(AxisType.Auto,), devices=gpus[:2])
     given = (parsed.out, parsed.budget_seconds, parsed.commit, mesh)
     return Runner(Machine(), wanted, *given).run(["mosaic"])
 
 
 def main(arguments: Sequence[str]) -> int:
-    return refusing(_main, options_of(__doc__, cases=True).parse_args(arguments))
+    return refusing(_main, parser_of(__doc__).parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ _CASES = {case.name: case for case in FULL if isinstance(case, Sharded)}
 
 def plot(path: Path) -> list[Path]:
     """Writes the plots that the file's rows allow, beside it; `Refused` where it allows none."""
-    every = list(results.load(path).rows.values())
+    every = list(results.load(path).values())
     rows = [row for row in every if row["stage"] == "local" and row.get("floor_us")]
     swept = [row for row in rows if "bytes" in row]
     points = [row for row in rows if row["case"] in _CASES]

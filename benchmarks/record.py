@@ -20,29 +20,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import results
-from benchmarks.__main__ import STAGES
 
 _LEAST_SECONDS = 8  # worth starting a part with
 _GRACE_SECONDS = 15  # past its budget, after which a part is ended: its start takes some
-_RUN = ("-m", "benchmarks", "--backends")
-_TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "gpu")
+_RUN = "-m benchmarks --backends"
+_KERNELS = f"{_RUN} mosaic --stages score select local fused-local merge chain"
 # The most wanted first: its command, and how much of what is left of the budget it may take.
-PARTS: dict[str, tuple[tuple[str, ...], float]] = {
-    "kernels": ((*_RUN, "mosaic", "--stages", *(x for x in STAGES if x != "jax-chain")), 0.4),
-    "flashinfer": ((*_RUN, "flashinfer", "flashinfer-no-icp"), 0.4),
-    "jax-chain": ((*_RUN, "mosaic", "--stages", "jax-chain"), 0.35),
-    "host": (("-m", "benchmarks.host"), 0.35),
-    "exchange": ((*_TORCHRUN, "-m", "benchmarks.exchange"), 0.5),
-    "baselines": ((*_RUN, "torch", "xla", "torch_compile"), 0.85),
-    "vllm": ((*_RUN, "vllm"), 0.6),
-    "sweep": (("-m", "benchmarks", "sweep"), 1.0),
+PARTS = {
+    "kernels": (_KERNELS, 0.4),
+    "flashinfer": (f"{_RUN} flashinfer flashinfer-no-icp", 0.4),
+    "jax-chain": (f"{_RUN} mosaic --stages jax-chain", 0.35),
+    "host": ("-m benchmarks.host", 0.35),
+    "exchange": ("-m torch.distributed.run --nproc-per-node gpu -m benchmarks.exchange", 0.5),
+    "baselines": (f"{_RUN} torch xla torch_compile", 0.85),
+    "vllm": (f"{_RUN} vllm", 0.6),
+    "sweep": ("-m benchmarks sweep", 1.0),
 }
 
 
 def record(out: Path, budget: float, commit: str | None, wanted: Sequence[str] = ()) -> int:
     """Runs the wanted parts, or all; the exit status."""
-    end = time.monotonic() + budget - _GRACE_SECONDS
-    gpus = count_gpus()
+    end, gpus = time.monotonic() + budget - _GRACE_SECONDS, count_gpus()
     suffixes = {"sweep": "-sweep", "exchange": f"-x{gpus}"}
     names = [x for x in PARTS if x in (wanted or PARTS) and (x != "exchange" or gpus in (2, 4))]
     files = {name: results.beside(out, suffixes.get(name, "")) for name in names}
@@ -59,9 +57,10 @@ def record(out: Path, budget: float, commit: str | None, wanted: Sequence[str] =
         print(f"record: {name}, at most {seconds:.0f} s", flush=True)
         options = ["--out", str(path), "--budget-seconds", f"{seconds:.0f}"]
         options += ["--commit", commit] if commit else []
-        before = _rows(path)
-        status = execute([sys.executable, *command, *options], seconds + _GRACE_SECONDS)
-        rows = sum(before.get(key) != row for key, row in _rows(path).items())
+        before = results.load_or_empty(path)
+        call = [sys.executable, *command.split(), *options]
+        status = execute(call, seconds + _GRACE_SECONDS)
+        rows = sum(before.get(key) != row for key, row in results.load_or_empty(path).items())
         ended = "ended, out of time" if status is None else f"exit status {status}"
         print(f"record: {name}: {rows} rows, {ended}", flush=True)
         measured += rows
@@ -70,10 +69,6 @@ def record(out: Path, budget: float, commit: str | None, wanted: Sequence[str] =
         print("record: nothing was measured")
         return 2
     return 1 if bad else 0
-
-
-def _rows(path: Path) -> results.Rows:
-    return results.load(path).rows if path.exists() else {}
 
 
 def count_gpus() -> int:

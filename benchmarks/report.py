@@ -7,7 +7,6 @@ Nobody types a figure: `python -m benchmarks readme` writes the parts between
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from msa_icp_jax.geometry import HEAD_DIM
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "h200.json"
 SWEEP, PAIR = (results.beside(RESULTS, suffix) for suffix in ("-sweep", "-x2"))  # x2: two of them
+NOISE = 0.03  # by which cards and runs differ beyond the spread of one
 NONE = "-"
-BACKENDS = {  # in the order of the documents' columns
-    "mosaic": "the kernels",
+OTHERS = {  # in the order of the documents' columns
     "flashinfer": "FlashInfer",
     "flashinfer-no-icp": "FlashInfer without ICP",
     "vllm": "vLLM",
@@ -30,33 +29,33 @@ BACKENDS = {  # in the order of the documents' columns
     "torch": "torch",
     "xla": "XLA",
 }
+BACKENDS = {"mosaic": "the kernels"} | OTHERS
 _ONE_SIDED = {"one-sided-legacy": "one-sided, flags", "one-sided-tagged": "one-sided, tagged"}
 TRANSPORTS = {"none": "kernels alone", "nccl": "NCCL"} | _ONE_SIDED
 IN_JAX = {"none": "score, select", "all-to-all": "all_to_all alone", "collective": "all_to_all"}
 IN_JAX |= _ONE_SIDED | {"host": "the host's part"}
 _SUMMARY = ("d-b1-1m-w4", "d-b32-128k-w4", "d-b128-16k-w4", "p-32k-w4", "p-128k-w4")
 _NOT_YET = "\nNot measured yet.\n\n"
-_CASES: dict[str, Case] = {case.name: case for case in FULL}
+_CASES: dict[str, Any] = {case.name: case for case in (*FULL, *HOST)}
 
 
 def target(row: Row, rows: Rows) -> tuple[float, str] | None:
     """The most that a row should take, in us and in words; `rows` may be needed for it."""
 
-    def times(factor: float | None, unit: str, *key: str) -> tuple[float, str] | None:
-        known = factor and key in rows
-        return (factor * rows[key]["median_us"], f"{factor:g} {unit}") if known else None
+    def times(factor: float, unit: str, *key: str) -> tuple[float, str] | None:
+        return (factor * rows[key]["median_us"], f"{factor:g} {unit}") if key in rows else None
 
     name, stage, backend, precision = (row[field] for field in results.KEY)
     case = _CASES.get(name)
-    if stage == "host":
-        most = {case.name: case.target for case in HOST}.get(name)
-        return times(most, "torch ops", "torch-op", "host", "torch", "exact")
     if isinstance(case, Sharded) and (stage, backend) == ("local", "xla"):
         other = "torch_compile" if isinstance(case, Decode) else "torch"
-        return times(1, BACKENDS[other], name, "local", other, "fast")
+        return times(1, OTHERS[other], name, "local", other, "fast")
     if case is None or (backend, precision) != ("mosaic", case.precision):
         return None
-    if not isinstance(case, Sharded):
+    if stage == "host":
+        most = case.target
+        return times(most, "torch ops", "torch-op", "host", "torch", "exact") if most else None
+    if isinstance(case, cases.Alone):
         return (case.target_us, f"{case.target_us} us") if case.target_us else None
     if stage not in ("local", "fused-local"):
         return None
@@ -88,21 +87,66 @@ def origin(rows: Iterable[Row]) -> str:
     """The device, the versions, the commits and the ceilings of rows."""
     rows = list(rows)
 
-    def every(name: str, length: int | None = None) -> list[str]:
-        return list(dict.fromkeys(str(row[name])[:length] for row in rows if row.get(name)))
+    def every(name: str, length: int | None = None) -> str:
+        return ", ".join(dict.fromkeys(str(x[name])[:length] for x in rows if x.get(name)))
 
-    def span(found: Iterable[Any], shape: str = "") -> str:
-        found = [format(x, shape) for x in sorted(found)]
-        return " to ".join(dict.fromkeys((*found[:1], *found[-1:])))
+    def span(name: str, show: Callable[[Any], str]) -> str:
+        found = sorted(row[name] for row in rows if row.get(name))
+        return " to ".join(dict.fromkeys(map(show, (*found[:1], *found[-1:]))))
 
-    device, driver, jax, torch = (", ".join(every(x)) for x in ("device", "driver", "jax", "torch"))
-    read, fp8 = ([x[name] for x in rows if x.get(name)] for name in ("read_tbps", "fp8_tflops"))
-    torch = torch and f", torch {torch}"
+    torch = f", torch {every('torch')}" if every("torch") else ""
     return (
-        f"{device}, driver {driver}, jax {jax}{torch}; {span(every('date', 10))}, "
-        f"commit {', '.join(every('commit', 7))}; reads {span(read, '.2f')} TB/s, "
-        f"fp8 products {span(fp8, ',.0f')} TFLOP/s in the same run."
+        f"{every('device')}, driver {every('driver')}, jax {every('jax')}{torch}; "
+        f"{span('date', lambda x: x[:10])}, commit {every('commit', 7)}; "
+        f"reads {span('read_tbps', '{:.2f}'.format)} TB/s, "
+        f"fp8 products {span('fp8_tflops', '{:,.0f}'.format)} TFLOP/s in the same run."
     )
+
+
+def compare(*paths: Path) -> int:
+    """Says what moved between two files; the exit status of the command.
+
+    "slower" and "faster" are those whose spreads do not touch and whose medians differ by more
+    than `NOISE`; "same" are the others.
+    """
+    before, after = map(results.load, paths)
+    for path, one, other in zip(paths, (before, after), (after, before), strict=True):
+        print(f"{path}: {origin(one.values())}")
+        if alone := [results.label(row) for key, row in one.items() if key not in other]:
+            print(f"only in {path}: {len(alone)} figures: {'; '.join(alone[:3])}")
+    counts = dict.fromkeys(("slower", "faster", "same"), 0)
+    for old, new in ((row, after[key]) for key, row in before.items() if key in after):
+        if differ := [x for x in ("device", "timing") if old.get(x) != new.get(x)]:
+            words = ", ".join(f"{x} {old.get(x)} and {new.get(x)}" for x in differ)
+            print(f"not compared: {results.label(new)}: {words}")
+            continue
+        change = new["median_us"] / old["median_us"]
+        slower = new["spread_us"][0] > old["spread_us"][1] and change > 1 + NOISE
+        faster = new["spread_us"][1] < old["spread_us"][0] and change < 1 - NOISE
+        verdict = "slower" if slower else "faster" if faster else "same"
+        counts[verdict] += 1
+        if verdict != "same":
+            us = f"{old['median_us']:.2f} -> {new['median_us']:.2f} us"
+            print(f"{verdict}: {results.label(new)}: {us}, {change:.3f}")
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    if not any(counts.values()):
+        raise results.Refused("nothing to compare")
+    return 1 if counts["slower"] else 0
+
+
+def models(rows: Iterable[Row]) -> str:
+    """The fits of a sweep, as a table."""
+    lines = [
+        {
+            "rows": fit.group,
+            "points": str(fit.points),
+            "fixed, us": f"{fit.fixed_us:.2f}",
+            "rate, TB/s": f"{fit.rate_tbps:.3f}",
+            "the model, where it is farthest off": fit.misfit,
+        }
+        for fit in results.fits(rows)
+    ]
+    return _table(lines) or "no model: it takes 3 points or more"
 
 
 # ---- documents ----
@@ -129,14 +173,10 @@ class _Figures:
     """Rows of a file as cells of tables."""
 
     def __init__(self, path: Path) -> None:
-        file = results.load(path) if path.exists() else results.File()
-        self.rows, self.absent = file.rows, file.absent
+        self.rows = results.load_or_empty(path)
 
     def us(self, *key: str) -> str:
-        """A median, and whether it was taken otherwise than from a CUDA graph."""
-        row = self.rows.get(key, {})
-        jit = row.get("timing") == "jit" and row["backend"] != "xla"
-        return _us(row["median_us"]) + " (jit)" * jit if row else NONE
+        return _us(self.rows[key]["median_us"]) if key in self.rows else NONE
 
     def spread(self, *key: str) -> str:
         """A median with the smallest and the largest time."""
@@ -148,8 +188,14 @@ class _Figures:
         missed = ", missed" if found and self.rows[key]["median_us"] > found[0] else ""
         return found[1] + missed if found else NONE
 
+    def others(self, case: Case, *without: str) -> dict[str, str]:
+        """Columns of the backends that the kernels are compared with."""
+        precision = dict.fromkeys(OTHERS, "fast") | {"xla": "exact"}
+        names = (name for name in OTHERS if name not in without)
+        return {OTHERS[x]: self.us(case.name, "local", x, precision[x]) for x in names}
+
     def local(self, case: Case) -> dict[str, str]:
-        """Columns of the kernels' time of a case beside its floor and target."""
+        """Columns of the kernels' time of a case beside its floor and target, and of others."""
         key = (case.name, "local", "mosaic", case.precision)
         row = self.rows.get(key, {})
         return {
@@ -157,26 +203,14 @@ class _Figures:
             "score + select": self.spread(*key),
             "over floor": ratio(row) or NONE,
             "target": self.target(*key),
+            "with merge": self.us(case.name, "chain", "mosaic", "exact"),
+            "fused": self.us(case.name, "fused-local", "mosaic", "fast"),
+            "exact": NONE if case.precision == "exact" else self.us(*key[:3], "exact"),
+            **self.others(case),
         }
 
-    def others(self, case: Case) -> dict[str, str]:
-        """Columns of the backends that the kernels are compared with."""
-        rest = [name for name in BACKENDS if name != "mosaic"]
-        precision = dict.fromkeys(rest, "fast") | {"xla": "exact"}
-        return {BACKENDS[x]: self.us(case.name, "local", x, precision[x]) for x in rest}
-
-    def origin(self) -> str:
-        """Where the kernels' rows come from, and which others are of other commits."""
-        kernels = [row for row in self.rows.values() if row["backend"] == "mosaic"]
-        commits = {row["commit"] for row in kernels}
-        rest = [row for row in self.rows.values() if row["stage"] == "local"]
-        other = Counter(
-            (BACKENDS[row["backend"]], row["commit"][:7])
-            for row in rest
-            if row["commit"] not in commits
-        )
-        said = ", ".join(f"{n} of {name} ({commit})" for (name, commit), n in other.items())
-        return origin(kernels) + (f" Rows of other commits: {said}." if other else "")
+    def origin(self, stage: str) -> str:
+        return origin(row for row in self.rows.values() if row["stage"] == stage)
 
 
 def summary() -> str:
@@ -184,9 +218,9 @@ def summary() -> str:
     figures, lines = _Figures(RESULTS), []
     for case in map(_CASES.__getitem__, _SUMMARY):
         ours = figures.spread(case.name, "local", "mosaic", case.precision)
-        others = {k: us for k, us in figures.others(case).items() if k not in ("torch", "XLA")}
-        lines.append({"score and select, us": describe(case), "the kernels": ours} | others)
-    return _paragraphs(_table(lines), figures.origin())
+        first = {"score and select, us": describe(case), "the kernels": ours}
+        lines.append(first | figures.others(case, "torch", "xla"))
+    return _paragraphs(_table(lines), figures.origin("local"))
 
 
 def gain() -> str:
@@ -214,35 +248,21 @@ def gain() -> str:
 def performance() -> str:
     """docs/performance.md: decode, prefill, single stages."""
     figures = _Figures(RESULTS)
-    us, measured = figures.us, {key[0] for key in figures.rows}
-    decode, prefill, alone = [], [], []
+    measured = {key[0] for key in figures.rows}
     every = (*DECODE, *PREFILL, *cases.ADVERSARIAL, *cases.BF16)
-    for case in (case for case in every if case.name in measured):
-        row, key = figures.local(case), (case.name, "local", "mosaic", "exact")
-        if isinstance(case, Decode):
-            more = {"with merge": us(case.name, "chain", "mosaic", "exact")}
-            decode.append({"decode (exact)": describe(case)} | row | more | figures.others(case))
-        else:
-            more = {"fused": us(case.name, "fused-local", "mosaic", "fast"), "exact": us(*key)}
-            prefill.append({"prefill (fast)": describe(case)} | row | more | figures.others(case))
+    tables = [
+        [{head: describe(x)} | figures.local(x) for x in every if of(x) and x.name in measured]
+        for head, of in (
+            ("decode (exact)", lambda case: isinstance(case, Decode)),
+            ("prefill (fast)", lambda case: not isinstance(case, Decode)),
+        )
+    ]
+    alone = []
     for case in (case for case in ALONE if case.name in measured):
         key = (case.name, case.stage, "mosaic", "exact")
         line = {"stage alone": case.stage, "of": describe(case), "us": figures.spread(*key)}
         alone.append(line | {"target": figures.target(*key)})
-    made = [_table(lines) for lines in (decode, prefill, alone)]
-    there = {row["backend"] for row in figures.rows.values() if row["stage"] != "host"}
-    why = {name: f" ({reason})" for name, reason in figures.absent.items()}
-    missing = [words + why.get(x, "") for x, words in BACKENDS.items() if x not in there]
-    absent = f"Not measured in these runs: {', '.join(missing)}." if missing else ""
-    return _paragraphs(figures.origin(), *made, _legend(*made), absent)
-
-
-def _legend(*tables: str) -> str:
-    """What the marks in the tables mean, of those that there are."""
-    text = "\n".join(tables)
-    missing = f"{NONE}: not measured in these runs." * (f"| {NONE} |" in text)
-    jit = "(jit): timed in one jitted program, not in a CUDA graph." * (" (jit)" in text)
-    return f"{missing} {jit}".strip()
+    return _paragraphs(figures.origin("local"), *map(_table, (*tables, alone)))
 
 
 def sweep() -> str:
@@ -254,24 +274,14 @@ def sweep() -> str:
     texts = ["Measured:", origin(rows)]
     for world_size in dict.fromkeys(row["world_size"] for row in rows):
         texts += [f"W = {world_size}, microseconds (and times over the floor) by context:"]
-        mine = (row for row in rows if row["world_size"] == world_size)
-        shown = (
-            (str(x["batch"]), x["context"], f"{x['median_us']:.1f} ({ratio(x)})") for x in mine
-        )
+        mine = [row for row in rows if row["world_size"] == world_size]
+        shown = [
+            (f"{x['batch']}", x["context"], f"{x['median_us']:.1f} ({ratio(x)})") for x in mine
+        ]
         texts += [_pivot("batch", contexts, shown)]
-    models = [
-        {
-            "rows": fit.group,
-            "points": str(fit.points),
-            "fixed, us": f"{fit.fixed_us:.2f}",
-            "rate, TB/s": f"{fit.rate_tbps:.3f}",
-            "the model, where it is farthest off": fit.misfit,
-        }
-        for fit in results.fits(rows)
-    ]
     picture = f"![times, floors and model](../benchmarks/results/{SWEEP.stem}.png)"
     said = "Dashed is the floor (bytes over the read ceiling of the same run), dotted the model."
-    return _paragraphs(*texts, _table(models), picture, said)
+    return _paragraphs(*texts, models(rows), picture, said)
 
 
 def exchange() -> str:
@@ -284,8 +294,7 @@ def exchange() -> str:
     ]
     table = _pivot("score, select, exchange, merge", TRANSPORTS, shown)
     said = "Medians, and what a transport adds to the kernels alone; the spreads are in "
-    texts = (origin(rows), table, _legend(table), f"{said}`{PAIR.name}`.")
-    return _paragraphs(*texts) if rows else _NOT_YET
+    return _paragraphs(origin(rows), table, f"{said}`{PAIR.name}`.") if rows else _NOT_YET
 
 
 def jax_chain() -> str:
@@ -303,16 +312,16 @@ def jax_chain() -> str:
 def host() -> str:
     """docs/torch.md: what a torch decode costs the host."""
     figures, lines = _Figures(RESULTS), []
-    keys = [(case.name, "host", case.backend, "exact") for case in HOST]
-    rows = [figures.rows[key] for key in keys if key in figures.rows]
-    if keys[0] not in figures.rows:
-        return "\nNo figures yet: `python -m benchmarks record` takes them on a Hopper GPU.\n\n"
-    for key in keys:
-        us = figures.rows.get(key, {}).get("median_us")
-        ops = f"{us / rows[0]['median_us']:.1f}" if us else NONE
-        line = {"case": key[0], "microseconds of the host": figures.spread(*key)}
-        lines.append(line | {"times a torch op": ops, "target": figures.target(*key)})
-    return _paragraphs(origin(rows), _table(lines), _legend(_table(lines)))
+    yardstick = figures.rows.get(("torch-op", "host", "torch", "exact"))
+    if not yardstick:
+        return _NOT_YET
+    for case in HOST:
+        key = (case.name, "host", case.backend, "exact")
+        us = figures.rows[key]["median_us"] if key in figures.rows else None
+        line = {"case": case.name, "microseconds of the host": figures.spread(*key)}
+        line["times a torch op"] = f"{us / yardstick['median_us']:.1f}" if us else NONE
+        lines.append(line | {"target": figures.target(*key)})
+    return _paragraphs(figures.origin("host"), _table(lines))
 
 
 # ---- words ----
@@ -364,11 +373,11 @@ def _table(lines: Sequence[dict[str, str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in cells) if head else ""
 
 
-def _pivot(head: str, columns: dict[Any, str], cells: Iterable[tuple[str, Any, str]]) -> str:
+def _pivot(head: str, columns: dict[Any, str], cells: Iterable[tuple[Any, Any, str]]) -> str:
     """A table of cells (line, column, text), with the columns in words."""
-    lines: dict[str, dict[str, str]] = {}
+    lines: dict[Any, dict[str, str]] = {}
     for name, column, text in cells:
-        line = lines.setdefault(name, {head: name} | dict.fromkeys(columns.values(), NONE))
+        line = lines.setdefault(name, {head: str(name)} | dict.fromkeys(columns.values(), NONE))
         line[columns[column]] = text
     return _table(list(lines.values()))
 

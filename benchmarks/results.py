@@ -2,7 +2,6 @@
 
 A file is `{"schema": 1, "rows": [...]}`. A row's key is case, stage, backend, precision and, where
 it has one, transport: a new run replaces the rows that it measured again and leaves the others.
-"absent" says of a backend or stage without rows why it was not measured.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from benchmarks.timing import Times
 
 SCHEMA = 1
 KEY = ("case", "stage", "backend", "precision")
-LIKE = ("device", "timing")  # what two rows must have in common besides for their times to compare
-NOISE = 0.03  # by which cards and runs differ beyond the spread of one
 _TEXTS = ("device", "driver", "jax", "torch", "commit", "date", "timing", "transport")
 _UNITS = ("_us", "_tbps", "_tflops", "_bytes")  # how the names of figures end
 _SIZES = ("bytes", "context", "batch", "world_size")  # a sweep's rows have all four
@@ -57,7 +54,8 @@ class Setting:
         """The row of a figure; of what was checked, the rest has no row."""
         query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         head = ("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
-        fp8, bf16 = self.ceilings.fp8_tflops, self.ceilings.bf16_tflops
+        rates = dataclasses.asdict(self.ceilings)
+        bf16 = rates.pop("bf16_tflops")
         return {
             **dict(zip(KEY, key, strict=True)),
             "median_us": round(times.median, 3),
@@ -70,10 +68,9 @@ class Setting:
             "torch": self.torch,
             "commit": self.commit or _first_line(*head),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "read_tbps": round(self.ceilings.read_tbps, 4),
-            "fp8_tflops": fp8 and round(fp8, 1),
+            **{name: rate and round(rate, 4) for name, rate in rates.items()},
             "timing": times.method,
-            **({"bf16_tflops": round(bf16, 1)} if bf16 else {}),
+            **({"bf16_tflops": round(bf16, 4)} if bf16 else {}),
             **more,
             **times.more,
         }
@@ -108,22 +105,21 @@ def _fault(row: Any) -> str | None:
     needed = (*KEY, "median_us", "spread_us", "largest_us", *(_SIZES if "bytes" in row else ()))
     fields = dict.fromkeys(needed) | row | {"spread_us": spread[0], "largest_us": spread[1]}
     for name, x in fields.items():
-        least = -_LARGEST if name == "added_us" else 0  # it may be less than the noise
-        if x is None and name not in needed:
-            continue
-        if name in (*KEY, *_TEXTS):
-            fine = isinstance(x, str) and (x or name not in KEY)
-        elif name in _SIZES:
-            fine = type(x) is int and 0 <= x < _LARGEST
-        elif name.endswith(_UNITS):
-            fine = type(x) in (int, float) and least <= x < _LARGEST
-        else:
-            fine = not isinstance(x, list | dict)
-        if not fine:
+        if not (x is None and name not in needed) and not _fits_its_name(name, x):
             return f"{name} is {_shown(x)}"
     if not row["median_us"] > 0 or not spread[0] <= row["median_us"] <= spread[1]:
         return f"median_us {row['median_us']} is 0 or outside spread_us {spread}"
     return None
+
+
+def _fits_its_name(name: str, x: Any) -> bool:
+    if name in (*KEY, *_TEXTS):
+        return isinstance(x, str) and (x != "" or name not in KEY)
+    if name in _SIZES:
+        return type(x) is int and 0 <= x < _LARGEST
+    if name.endswith(_UNITS):  # what is added may be less than the noise
+        return type(x) in (int, float) and (name == "added_us" or x >= 0) and abs(x) < _LARGEST
+    return not isinstance(x, list | dict)
 
 
 def _shown(x: Any) -> str:
@@ -133,21 +129,13 @@ def _shown(x: Any) -> str:
 # ---- files ----
 
 
-@dataclasses.dataclass
-class File:
-    """What a result file holds: rows by key, and why backends or stages have none."""
-
-    rows: Rows = dataclasses.field(default_factory=dict)
-    absent: dict[str, str] = dataclasses.field(default_factory=dict)
-
-
 def beside(path: Path, suffix: str) -> Path:
     """`path` with a suffix to its name."""
     return path.with_name(f"{path.stem}{suffix}{path.suffix}")
 
 
-def load(path: Path) -> File:
-    """A file's content; `Refused` if it is no result file of this schema."""
+def load(path: Path) -> Rows:
+    """A file's rows; `Refused` if it is no result file of this schema."""
     try:
         found = json.loads(path.read_text())
     except OSError as error:
@@ -155,13 +143,13 @@ def load(path: Path) -> File:
     except (ValueError, RecursionError) as error:  # no text, no JSON, or nested without end
         raise Refused(f"{path} is no result file: {error}"[:300]) from None
     found = found if isinstance(found, dict) else {}
-    rows, absent = found.get("rows"), found.get("absent", {})
-    if found.get("schema") != SCHEMA or not isinstance(rows, list):
+    if found.get("schema") != SCHEMA or not isinstance(found.get("rows"), list):
         raise Refused(f"{path} is no result file of schema {SCHEMA} with a list of rows")
-    reasons = absent.values() if isinstance(absent, dict) else [None]
-    if not all(isinstance(reason, str) for reason in reasons):
-        raise Refused(f"{path} is no result file: absent is no object of reasons")
-    return File(_by_key(rows, path), absent)
+    return _by_key(found["rows"], path)
+
+
+def load_or_empty(path: Path) -> Rows:
+    return load(path) if path.exists() else {}
 
 
 def _by_key(rows: Iterable[Any], where: object) -> Rows:
@@ -181,8 +169,7 @@ def prepare(path: Path) -> None:
     try:
         if path.exists() and not path.is_file():
             raise Refused(f"{path} is a folder or a device, not a result file")
-        if path.exists():
-            load(path)
+        load_or_empty(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         _part(path).touch()
         _part(path).unlink()
@@ -190,50 +177,21 @@ def prepare(path: Path) -> None:
         raise Refused(f"{path} cannot be written: {error.strerror}") from None
 
 
-def save(path: Path, new: Iterable[Row], absent: dict[str, str] | None = None) -> None:
-    """Merges rows, and what is `absent`, into a file, whole or not at all.
+def save(path: Path, new: Iterable[Row]) -> None:
+    """Merges rows into a file, whole or not at all.
 
     Raises:
       Refused: the file or a row is ill-formed; nothing is written.
     """
-    there = load(path) if path.exists() else File()
-    rows = list((there.rows | _by_key(new, "new rows")).values())
-    measured = {row[field] for row in rows for field in ("backend", "stage")}
-    said = {k: v for k, v in (there.absent | (absent or {})).items() if k not in measured}
+    rows = (load_or_empty(path) | _by_key(new, "new rows")).values()
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    head = f'"schema": {SCHEMA}, "absent": {json.dumps(said)}'
-    _part(path).write_text(f'{{{head}, "rows": [\n{lines}\n]}}\n')
+    _part(path).write_text(f'{{"schema": {SCHEMA}, "rows": [\n{lines}\n]}}\n')
     os.replace(_part(path), path)
 
 
 def _part(path: Path) -> Path:
     return path.with_name(path.name + ".part")
-
-
-# ---- two files ----
-
-Pairs = dict[str, list[tuple[Row, Row]]]
-
-
-def compare(before: File, after: File) -> tuple[Pairs, Pairs]:
-    """Figures that both files have, by what became of them; those not timed alike, by why.
-
-    "slower" and "faster" are those whose spreads do not touch and whose medians differ by more
-    than `NOISE`; "same" are the others.
-    """
-    moved: Pairs = {"slower": [], "faster": [], "same": []}
-    other: Pairs = {}
-    for key in (key for key in before.rows if key in after.rows):
-        old, new = before.rows[key], after.rows[key]
-        unlike = [f"{x} {old.get(x)} and {new.get(x)}" for x in LIKE if old.get(x) != new.get(x)]
-        ratio = new["median_us"] / old["median_us"]
-        slower = new["spread_us"][0] > old["spread_us"][1] and ratio > 1 + NOISE
-        faster = new["spread_us"][1] < old["spread_us"][0] and ratio < 1 - NOISE
-        verdict = "slower" if slower else "faster" if faster else "same"
-        pairs = other.setdefault(", ".join(unlike), []) if unlike else moved[verdict]
-        pairs.append((old, new))
-    return moved, other
 
 
 # ---- how a sweep's times grow ----
@@ -247,10 +205,6 @@ class Fit(NamedTuple):
     fixed_us: float
     rate_tbps: float
     misfit: str
-
-    def __str__(self) -> str:
-        model = f"{self.fixed_us:.2f} us + bytes / {self.rate_tbps:.4g} TB/s"
-        return f"{self.group}, {self.points} points: {model}; farthest off, it is {self.misfit}"
 
     def us(self, size: float) -> float:
         """The model's time for `size` bytes."""

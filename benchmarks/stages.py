@@ -4,15 +4,10 @@ All cases share one pool of device-made random normal key rows. Each of a case's
 and a block table of its own; the tables are disjoint parts of one permutation of the pool's pages,
 so a pass over all sets reads every row once. There are at least two sets, and as many as it takes
 to stream through the L2 cache several times over: nothing is served from it twice.
-
-A stage is a chain of parts, each a public function of the package and the arrays it touches: traced
-one after the other into a jitted program, or lowered one by one and launched without JAX
-(timing.py). A new stage is a line of `_PARTS_OF` and a name in the stages of a case's class.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -47,21 +42,12 @@ _MERGE_SETS = 8  # received rows are small and fresh: they come from the L2 cach
 Arrays = dict[str, Any]
 POISON = -7  # what buffers hold before a stage writes them; no id and no likely score
 
-# Parts of a stage that is not one part of that name; what prefill's local launches is one.
-_PARTS_OF = {"local": ("score", "select"), "chain": ("score", "select", "merge")}
-_NEED_SCORES = ("select", "fused-local")  # to read, or to be checked against
-
 
 class Inputs(NamedTuple):
     """What the stages of a case read: arrays that every set shares, and those of each set."""
 
     fixed: Arrays
     sets: list[Arrays]
-
-    @property
-    def structs(self) -> Arrays:
-        """Shapes of a set's arrays."""
-        return jax.eval_shape(lambda: self.fixed | self.sets[0])
 
 
 class Pool:
@@ -86,22 +72,21 @@ class Pool:
         """The case's inputs, with the window plan of that backend."""
         return jax.block_until_ready(self._inputs(case, backend, self.sets_of(case)))
 
-    def structs(self, case: Case, backend: str) -> tuple[Arrays, Arrays]:
-        """Shapes of what all sets share, and of a set's arrays, without making any."""
-        fixed, (one_set,) = jax.eval_shape(lambda: tuple(self._inputs(case, backend, 1)))
-        return fixed, one_set
+    def structs(self, case: Case, backend: str) -> Inputs:
+        """Shapes of the inputs with one set, without making any."""
+        return jax.eval_shape(lambda: self._inputs(case, backend, 1))
 
     def _inputs(self, case: Case, backend: str, sets: int) -> Inputs:
         if isinstance(case, Sharded):
             return self._sharded(case, backend, sets)
         counts = np.full(case.tokens, case.columns, np.int32)
-        draw = functools.partial(_received, case, counts)
-        if case.stage == "select":
-            shape = (case.tokens, NUM_HEADS, case.columns)
-            draw = jax.jit(lambda i: 16 * jax.random.normal(jax.random.key(i), shape))
-        sets = sets if case.stage == "select" else min(sets, _MERGE_SETS)
-        read = {"select": "scores", "merge": "received"}[case.stage]
-        return Inputs({"counts": jnp.asarray(counts)}, [{read: draw(i)} for i in range(sets)])
+        fixed = {"counts": jnp.asarray(counts)}
+        if case.stage == "merge":
+            received = (_received(case, counts, i) for i in range(min(sets, _MERGE_SETS)))
+            return Inputs(fixed, [{"received": x} for x in received])
+        shape = (case.tokens, NUM_HEADS, case.columns)
+        draw = jax.jit(lambda i: 16 * jax.random.normal(jax.random.key(i), shape))
+        return Inputs(fixed, [{"scores": draw(i)} for i in range(sets)])
 
     def _sharded(self, case: Sharded, backend: str, sets: int) -> Inputs:
         positions = np.array([position for _, position in case.positions])
@@ -200,118 +185,101 @@ def _received(case: Decode | Alone, counts: np.ndarray, seed: int) -> jax.Array:
 # ---- stages ----
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One call: `run(*arrays named in reads)` returns the array, or arrays, named in `writes`."""
+class Stage(NamedTuple):
+    """What is timed, from arrays by name to those that it writes; what runs once a set before it.
 
-    name: str
-    run: Callable[..., Any]
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    It calls public functions of the package: traced into a jitted program, or lowered to kernels
+    that are launched without JAX (timing.py).
+    """
 
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """Parts in order, and a prelude of those that run once for each input set, untimed."""
-
-    parts: tuple[Part, ...]
-    prelude: tuple[Part, ...] = ()
-
-    def run(self, arrays: Arrays) -> Arrays:
-        """The arrays written."""
-        arrays = run(self.parts, arrays)
-        return {name: arrays[name] for part in self.parts for name in part.writes}
-
-
-def run(parts: tuple[Part, ...], arrays: Arrays) -> Arrays:
-    """`arrays` with those that the parts write."""
-    arrays = dict(arrays)
-    for part in parts:
-        results = part.run(*(arrays[name] for name in part.reads))
-        results = results if len(part.writes) > 1 else (results,)
-        arrays.update(zip(part.writes, results, strict=True))
-    return arrays
+    run: Callable[[Arrays], Arrays]
+    prelude: Callable[[Arrays], Arrays] | None = None
 
 
 def build(case: Case, stage: str, backend: str, precision: str) -> Stage:
     """The stage of a case; what a merge receives is there, nothing is exchanged."""
-    made = _prefill_parts if isinstance(case, Prefill) else _decode_parts
-    parts = {part.name: part for part in made(case, backend, precision)}
-    names = (stage,) if stage in parts else _PARTS_OF[stage]
-    prelude = (parts["score"],) if isinstance(case, Sharded) and stage in _NEED_SCORES else ()
-    return Stage(tuple(parts[name] for name in names), prelude)
+    made = (_of_prefill if isinstance(case, Prefill) else _of_decode)(case, backend, precision)
+    needs_scores = isinstance(case, Sharded) and stage in ("select", "fused-local")
+    return Stage(made[stage], made["score"] if needs_scores else None)
 
 
 def written_like(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of the arrays that stages write."""
-    shapes: dict[str, jax.ShapeDtypeStruct] = {}
-    tokens, words = case.tokens, functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    if isinstance(case, Sharded):
-        shapes["scores"] = jax.ShapeDtypeStruct((tokens, NUM_HEADS, case.columns), jnp.float32)
+    struct, tokens, heads = jax.ShapeDtypeStruct, case.tokens, NUM_HEADS // case.world_size
+    scores = {"scores": struct((tokens, NUM_HEADS, case.columns), jnp.float32)}
     if isinstance(case, Prefill):
-        return shapes | {"rows": words((NUM_HEADS, tokens, ROW_WORDS))}
-    heads = NUM_HEADS // case.world_size
-    return shapes | {
-        "rows": words((case.world_size, heads, tokens, ROW_WORDS)),
-        "output": words((tokens, heads, TOPK)),
-        "errors": words((1,)),
+        return scores | {"rows": struct((NUM_HEADS, tokens, ROW_WORDS), jnp.int32)}
+    words = {
+        "rows": (case.world_size, heads, tokens, ROW_WORDS),
+        "output": (tokens, heads, TOPK),
+        "errors": (1,),
     }
+    written = {name: struct(shape, jnp.int32) for name, shape in words.items()}
+    return (scores if isinstance(case, Sharded) else {}) | written
 
 
-# ---- the public functions with a case's static arguments ----
+def _in_order(*stages: Callable[[Arrays], Arrays]) -> Callable[[Arrays], Arrays]:
+    def run(arrays: Arrays) -> Arrays:
+        written: Arrays = {}
+        for stage in stages:
+            written |= stage(arrays | written)
+        return written
 
-
-def _decode_parts(case: Any, backend: str, precision: str) -> tuple[Part, ...]:
-    common: Arrays = {"enable_pdl": True, "backend": backend}
-    shard = common | {"rank": RANK, "world_size": case.world_size}
-    forced = {"init_blocks": INIT_BLOCKS, "local_blocks": LOCAL_BLOCKS}
-    owned = {"heads_per_rank": NUM_HEADS // case.world_size}
-
-    def score(*arrays: Any) -> Any:
-        length = dict.fromkeys(("decode_query_len", "max_decode_query_len"), case.query_len)
-        options = {"page_size": PAGE_SIZE, "precision": precision, **length, **shard}
-        return msa.msa_icp_decode_index_score_sharded(*arrays, **options)
-
-    def select(*arrays: Any) -> Any:
-        return msa.msa_icp_topk_select_publish(*arrays, **owned, **_FORCED, **shard).rows
-
-    def merge(*arrays: Any) -> tuple[Any, ...]:
-        merged = msa.msa_icp_merge_candidates(*arrays, **forced, **common)
-        return merged.output, merged.errors
-
-    return (
-        Part("score", score, ("queries", "keys", "table", "lens", "scores"), ("scores",)),
-        Part("select", select, ("scores", "counts"), ("rows",)),
-        Part("merge", merge, ("received", "counts", "output", "errors"), ("output", "errors")),
-    )
+    return run
 
 
 _FORCED = {"force_begin_blocks": INIT_BLOCKS, "force_end_blocks": LOCAL_BLOCKS}
 
 
-def _prefill_parts(case: Any, backend: str, precision: str) -> tuple[Part, ...]:
+def _of_decode(case: Any, backend: str, precision: str) -> dict[str, Any]:
+    common: Arrays = {"enable_pdl": True, "backend": backend}
+    shard = common | {"rank": RANK, "world_size": case.world_size}
+
+    def score(a: Arrays) -> Arrays:
+        length = dict.fromkeys(("decode_query_len", "max_decode_query_len"), case.query_len)
+        options = {"page_size": PAGE_SIZE, "precision": precision, **length, **shard}
+        read = (a["queries"], a["keys"], a["table"], a["lens"], a["scores"])
+        return {"scores": msa.msa_icp_decode_index_score_sharded(*read, **options)}
+
+    def select(a: Arrays) -> Arrays:
+        options = {"heads_per_rank": NUM_HEADS // case.world_size, **_FORCED, **shard}
+        published = msa.msa_icp_topk_select_publish(a["scores"], a["counts"], **options)
+        return {"rows": published.rows}
+
+    def merge(a: Arrays) -> Arrays:
+        forced = {"init_blocks": INIT_BLOCKS, "local_blocks": LOCAL_BLOCKS}
+        given = (a["received"], a["counts"], a["output"], a["errors"])
+        merged = msa.msa_icp_merge_candidates(*given, **forced, **common)
+        return {"output": merged.output, "errors": merged.errors}
+
+    local, chain = _in_order(score, select), _in_order(score, select, merge)
+    return {"score": score, "select": select, "local": local, "merge": merge, "chain": chain}
+
+
+def _of_prefill(case: Any, backend: str, precision: str) -> dict[str, Any]:
     launched: Arrays = {"enable_pdl": True, "backend": backend, "precision": precision}
     window: Arrays = {"rank": RANK, "tp": case.world_size, **launched}
 
-    def score(*arrays: Any) -> Any:
-        return msa.msa_icp_index_score_sharded(*arrays[:-1], max_score=arrays[-1], **window)
+    def read(a: Arrays) -> tuple[Any, ...]:
+        return a["queries"], a["keys"], a["table"], a["plan"]
 
-    def local(*arrays: Any) -> Any:
-        queries, keys, table, plan, counts, scores, rows = arrays
-        shard = Shard(keys, RANK, case.world_size, PAGE_SIZE)
-        return score_and_select(
-            *(queries, shard, table, plan, counts, rows, scores),
-            Forced(INIT_BLOCKS, LOCAL_BLOCKS),
-            columns=case.columns,
-            **launched,
-        )
+    def score(a: Arrays) -> Arrays:
+        scored = msa.msa_icp_index_score_sharded(*read(a), max_score=a["scores"], **window)
+        return {"scores": scored}
 
-    select = functools.partial(msa.msa_icp_topk_select_prefill, **_FORCED, backend=backend)
-    fused = functools.partial(msa.msa_icp_prefill_score_select, **window, **_FORCED)
-    read = ("queries", "keys", "table", "plan")
-    return (
-        Part("score", score, (*read, "scores"), ("scores",)),
-        Part("select", select, ("scores", "counts", "rows"), ("rows",)),
-        Part("local", local, (*read, "counts", "scores", "rows"), ("rows", "scores")),
-        Part("fused-local", fused, (*read, "counts", "rows"), ("rows",)),
-    )
+    def select(a: Arrays) -> Arrays:
+        given = (a["scores"], a["counts"], a["rows"])
+        return {"rows": msa.msa_icp_topk_select_prefill(*given, **_FORCED, backend=backend)}
+
+    def local(a: Arrays) -> Arrays:
+        shard = Shard(a["keys"], RANK, case.world_size, PAGE_SIZE)
+        given = (a["queries"], shard, a["table"], a["plan"], a["counts"], a["rows"], a["scores"])
+        forced = Forced(INIT_BLOCKS, LOCAL_BLOCKS)
+        rows, scores = score_and_select(*given, forced, columns=case.columns, **launched)
+        return {"rows": rows, "scores": scores}
+
+    def fused(a: Arrays) -> Arrays:
+        given = (*read(a), a["counts"], a["rows"])
+        return {"rows": msa.msa_icp_prefill_score_select(*given, **window, **_FORCED)}
+
+    return {"score": score, "select": select, "local": local, "fused-local": fused}

@@ -1,9 +1,9 @@
 """Device time of a stage: replays of a CUDA graph, or one jitted program that repeats it.
 
-*graph*: a function's kernels are taken apart (`aot.lower`) and bound to torch's buffers; launches
-then go on torch's current stream, where torch captures and times them. The plain way to a kernel's
-own time: no dispatch, no operation between links, and launches may overlap as they ask to
-(programmatic dependent launch). Baselines' figures are taken in this way too.
+*graph*: a stage's kernels are taken apart (`aot.lower`) and bound to torch's buffers; launches then
+go on torch's current stream, where torch captures and times them. The plain way to a kernel's own
+time: no dispatch, no operation between links, and launches may overlap as they ask to (programmatic
+dependent launch). Baselines' figures are taken in this way too.
 
 *jit*: a program runs the stage *links* times over all input sets in turn, writing into donated
 buffers. Each link waits for the results of the link before, so that no two links overlap and none
@@ -12,7 +12,6 @@ can be dropped; that and taking the set cost a few microseconds a link on a GPU.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import multiprocessing
@@ -28,19 +27,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.cases import BFLOAT16, FLOAT8, Case, Ceilings
-from benchmarks.stages import POISON, Arrays, Inputs, Part, Stage, build, run
+from benchmarks.cases import Case, Ceilings
+from benchmarks.stages import POISON, Arrays, Inputs, Stage, build
 from msa_icp_jax.ops._mosaic import aot
-from msa_icp_jax.ops._mosaic.aot import Lowered, lower
 from msa_icp_jax.ops._mosaic.launch import Target, building_for
 from msa_icp_jax.rows import READY
 
 _MAX_LINKS = 512  # of a graph
-_READ_BYTES = {"gpu": 2 << 30, "cpu": 64 << 20}  # for the ceilings
+_READ_BYTES = {True: 2 << 30, False: 64 << 20}  # for the ceilings, of a GPU or not
 _MATMUL, _CEILING_RUNS = 8192, 7
 
 Launch = Callable[[], Any]
-Kept = dict[tuple[str, ...], Lowered]
+# A stage's, and its prelude's if it has one: names of what is written, and the function lowered.
+Kernels = list[tuple[list[str], aot.Lowered]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +73,13 @@ def on_clock(call: Launch, runs: int, each: int, method: str, before: Launch = l
 # ---- in a CUDA graph ----
 
 
-def in_graph(links: Sequence[Sequence[Launch]], runs: int, before: Launch = list) -> Times:
+def in_graph(links: Sequence[Launch], runs: int, before: Launch = list) -> Times:
     """Times replays of a graph of all links; `before` runs ahead of each, untimed."""
     import torch
 
     def launch_all() -> None:
-        for launches in links:
-            for launch in launches:
-                launch()
+        for launch in links:
+            launch()
 
     before()
     launch_all()  # loads every kernel and touches every buffer
@@ -110,38 +108,34 @@ def timed(call: Launch, runs: int, before: Launch) -> list[float]:
 
 
 class GraphRun:
-    """A stage's links, each on the next input set, ready to be captured."""
+    """A stage's links, each on the next input set, ready to be captured.
 
-    def __init__(
-        self,
-        stage: Stage,
-        inputs: Inputs,
-        shapes: Arrays,
-        links: int,
-        lower: Callable[..., Lowered],
-    ) -> None:
-        """Lowers, compiles and binds; there are `links` links (at most 512), or one a set."""
-        self._shapes, self._lower = shapes, lower
-        self._structs = shapes | inputs.structs
-        self._sets = [inputs.fixed | one_set for one_set in inputs.sets]
-        self._scratch: dict[str, list[Any]] = collections.defaultdict(list)
-        links = min(_MAX_LINKS, max(links, len(self._sets)))
+    There are `links` (at most 512), or one a set; `kernels` are those of `lowered`.
+    """
+
+    def __init__(self, kernels: Kernels, inputs: Inputs, shapes: Arrays, links: int) -> None:
+        import torch
+
+        torch.cuda.current_stream().query()  # makes the context current in this thread
+        own = [{name: _empty(x, _start(name)) for name, x in shapes.items()} for _ in inputs.sets]
+        sets = [o | inputs.fixed | x for o, x in zip(own, inputs.sets, strict=True)]
+        stage, *prelude = (_Bindable(*named) for named in kernels)
+        self._prelude = [bindable.bind(arrays)[0] for bindable in prelude for arrays in sets]
+        arrays = [sets[i % len(sets)] for i in range(min(_MAX_LINKS, max(links, len(sets))))]
         self._received = None
-        if any("received" in part.reads for part in stage.parts):
-            # Each link's own received rows [links, W, hpr, T, 33]: a merge clears their flags.
-            rows = [np.array(arrays["received"]) for arrays in self._sets]
-            self._received = _on_device(np.stack([rows[i % len(rows)] for i in range(links)]))
-        sets = range(len(self._sets))
-        self._prelude = [launch for i in sets for launch in self._bind(stage.prelude, i)[0]]
-        bound = [self._bind(stage.parts, i) for i in range(links)]
-        self._links, self._first = [launches for launches, _ in bound], bound[0][1]
+        if "output" in stage.names:  # received rows are each link's own: a merge clears their flags
+            self._received = _on_device(np.stack([x["received"] for x in arrays]))
+            pairs = zip(arrays, self._received, strict=True)
+            arrays = [x | {"received": rows} for x, rows in pairs]
+        bound = [stage.bind(x) for x in arrays]
+        self._links, self._first = [launch for launch, _ in bound], arrays[0] | bound[0][1]
 
     def run(self) -> Arrays:
         """Runs the prelude and the first link; all arrays of the first link."""
         import torch
 
         self._arm()
-        for launch in (*self._prelude, *self._links[0]):
+        for launch in (*self._prelude, self._links[0]):
             launch()
         torch.cuda.synchronize()
         return self._first
@@ -149,47 +143,31 @@ class GraphRun:
     def times(self, runs: int) -> Times:
         return in_graph(self._links, runs, self._arm)
 
-    def _bind(self, parts: Sequence[Part], link: int) -> tuple[list[Launch], Arrays]:
-        """Launches of a link, and its arrays: a set has buffers of its own to write into."""
-        own = self._sets[link % len(self._sets)]
-        arrays = dict(own)
-        if self._received is not None:
-            arrays["received"] = self._received[link]
-        launches = []
-        for part in parts:
-            for name in part.reads:
-                if name not in arrays:
-                    arrays[name] = own[name] = _empty(self._shapes[name], _start(name))
-            flat = jax.tree.leaves([arrays[name] for name in part.reads])
-            found = self._lower(part, self._structs)
-            launch, results = _bound(found, flat, self._scratch[part.name])
-            launches.append(launch)
-            arrays.update(zip(part.writes, results, strict=True))
-        return launches, arrays
-
     def _arm(self) -> None:
         if self._received is not None:
             self._received[..., -1] = READY
 
 
-def _bound(found: Lowered, buffers: Sequence[Any], scratch: list[Any]) -> tuple[Launch, Any]:
-    """What launches a lowered function on torch's current stream, and its results' buffers.
+class _Bindable:
+    """A lowered function; its scratch buffers serve all launches, which come one by one."""
 
-    `scratch`: the function's own buffers, made when it comes empty; launches in a row may share it.
-    """
-    import torch
+    def __init__(self, names: list[str], found: aot.Lowered) -> None:
+        self.names, scratch = names, [_empty(struct, 0) for struct in found.scratch]
+        self._program = aot.Compiled(found, scratch, _on_device)
 
-    torch.cuda.current_stream().query()  # makes the context current in this thread
-    if not scratch:
-        scratch += [_empty(struct, 0) for struct in found.scratch]
-    tensors = [x if torch.is_tensor(x) else torch.from_dlpack(x) for x in buffers]
-    program = aot.Compiled(found, scratch, _on_device)
-    launches = program.bind(tensors)
+    def bind(self, arrays: Arrays) -> tuple[Launch, Arrays]:
+        """What launches it on torch's current stream, and the buffers of what it writes."""
+        import torch
 
-    def launch(_alive: Any = (program, tensors)) -> None:
-        aot.launch(launches, torch.cuda.current_stream().cuda_stream)
+        leaves = jax.tree.leaves(arrays)
+        tensors = [x if torch.is_tensor(x) else torch.from_dlpack(x) for x in leaves]
+        launches = self._program.bind(tensors)
+        written = [self._program.buffer(x, tensors) for x in self._program.returned]
 
-    return launch, [program.buffer(source, tensors) for source in found.returned]
+        def launch(_alive: Any = (self._program, tensors)) -> None:
+            aot.launch(launches, torch.cuda.current_stream().cuda_stream)
+
+        return launch, dict(zip(self.names, written, strict=True))
 
 
 def _on_device(value: np.ndarray) -> Any:
@@ -204,63 +182,67 @@ def _empty(like: jax.ShapeDtypeStruct, fill: int) -> Any:
     return torch.full(like.shape, fill, dtype=getattr(torch, like.dtype.name), device="cuda")
 
 
-def lowered(kept: Kept, case: Case, precision: str, part: Part, structs: Arrays) -> Lowered:
-    """A part lowered for arguments of these shapes, kept from then on."""
-    key = (case.name, precision, part.name, repr([structs[name] for name in part.reads]))
-    if key not in kept:
-        kept[key] = lower(part.run, *(structs[name] for name in part.reads))
-    return kept[key]
+def kernels_of(stage: Stage, structs: Arrays) -> Kernels:
+    """The kernels of a stage and its prelude, for arrays of these shapes."""
+
+    def lowered(run: Callable[[Arrays], Arrays]) -> tuple[list[str], aot.Lowered]:
+        names: list[str] = []
+
+        def values(arrays: Arrays) -> list[Any]:
+            written = run(arrays)
+            names[:] = written
+            return list(written.values())
+
+        return names, aot.lower(values, structs)
+
+    return [lowered(run) for run in (stage.run, stage.prelude) if run]
 
 
-Task = tuple[Case, str, tuple[str, ...], Arrays]  # precision, stages, shapes of their arrays
+Task = tuple[Case, str, str, Arrays]  # stage, precision, shapes of all arrays
 
 
-def compile_kernels(tasks: Sequence[Task], sms: int) -> Kept:
+def compile_kernels(tasks: Iterable[Task], sms: int) -> list[Kernels | None]:
     """Lowers and compiles what will be timed on all cores, for a GPU of `sms` multiprocessors.
 
     Lowering is Python's work, so it is done in processes, which see no GPU; compiling in threads.
-    A task that fails is left to the run, which says what is wrong when it comes to it.
+    One that fails is None and left to the run, which says what is wrong when it comes to it.
     """
 
-    def compiled(task: Task) -> Kept:
+    def compiled(task: Task) -> Kernels | None:
         try:
             found = pool.submit(_lower_task, task, sms).result()
-            compile_all(found.values())
+            _compile(found)
         except Exception as error:
-            print(f"not compiled ahead: {task[0].name}, {type(error).__name__}")
-            return {}
+            print(f"not compiled ahead: {task[0].name} {task[1]}, {type(error).__name__}")
+            return None
         return found
 
     count, spawn = max(1, (os.cpu_count() or 1) - 2), multiprocessing.get_context("spawn")
-    with (
-        ThreadPoolExecutor(count) as threads,
-        ProcessPoolExecutor(count, spawn, _see_no_gpu) as pool,
-    ):
-        return dict(collections.ChainMap(*threads.map(compiled, tasks)))
+    workers = ProcessPoolExecutor(count, spawn, _see_no_gpu)
+    with ThreadPoolExecutor(count) as threads, workers as pool:
+        return list(threads.map(compiled, tasks))
 
 
 def _see_no_gpu() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def _lower_task(task: Task, sms: int) -> Kept:
-    case, precision, stages, structs = task
-    kept: Kept = {}
+def _lower_task(task: Task, sms: int) -> Kernels:
+    case, stage, precision, structs = task
     with building_for(Target(sms)):
-        for stage in (build(case, stage, "mosaic", precision) for stage in stages):
-            for part in (*stage.prelude, *stage.parts):
-                lowered(kept, case, precision, part, structs)
-    return kept
+        return kernels_of(build(case, stage, "mosaic", precision), structs)
 
 
-def compile_all(programs: Iterable[Lowered]) -> None:
-    """Compiles kernels; `aot.compile_kernel`, which does one at a time, then finds them."""
+def _compile(kernels: Kernels) -> None:
+    """Compiles; `aot.compile_kernel`, which does one at a time, then finds them."""
     import torch
 
     torch.cuda.current_stream().synchronize()  # makes the context current in this thread
     library = aot._plugin()
-    steps = [step for found in programs for step in found.steps]
+    steps = [step for _, found in kernels for step in found.steps]
     for module in {step.module for step in steps if isinstance(step, aot.Kernel)}:
+        if module in aot._compiled:
+            continue
         if handle := library.MosaicGpuCompile(module, len(module)):
             aot._compiled.setdefault(module, (aot._LAUNCHER(handle[1]), handle[0]))
 
@@ -277,11 +259,8 @@ class JitRun:
         sets = [_after_prelude(stage, inputs.fixed, x, shapes) for x in inputs.sets]
         self.links, self.last_set = links, inputs.fixed | sets[(links - 1) % len(sets)]
         self._inputs = (inputs.fixed, jax.tree.map(lambda *x: jnp.stack(x), *sets))
-        results = jax.eval_shape(stage.run, inputs.fixed | sets[0] | shapes)
-        self._written = _fresh(results)
-        self._program = (
-            compiled or program(stage, links).lower(*self._inputs, self._written).compile()
-        )
+        self._written = _fresh(jax.eval_shape(stage.run, shapes | inputs.fixed | sets[0]))
+        self._program = compiled or _compiled(stage, links, *self._inputs, self._written)
 
     def run(self) -> Arrays:
         """Runs once; the arrays written, as the last link (of the last set) left them."""
@@ -292,13 +271,16 @@ class JitRun:
         return on_clock(self.run, runs, self.links, "jit")
 
 
-def compile_for(
-    stage: Stage, links: int, fixed: Arrays, one_set: Arrays, sets: int, shapes: Arrays
-) -> Any:
-    """The compiled program for arrays of these shapes."""
+def compile_for(stage: Stage, links: int, inputs: Inputs, sets: int, shapes: Arrays) -> Any:
+    """The compiled program for inputs of these shapes."""
+    (one_set,) = inputs.sets
     stacked = {k: jax.ShapeDtypeStruct((sets, *x.shape), x.dtype) for k, x in one_set.items()}
-    written = jax.eval_shape(stage.run, fixed | one_set | shapes)
-    return program(stage, links).lower(fixed, stacked, written).compile()
+    written = jax.eval_shape(stage.run, shapes | inputs.fixed | one_set)
+    return _compiled(stage, links, inputs.fixed, stacked, written)
+
+
+def _compiled(stage: Stage, links: int, *arguments: Any) -> Any:
+    return program(stage, links).lower(*arguments).compile()
 
 
 def program(stage: Stage, links: int) -> Any:
@@ -319,10 +301,9 @@ def program(stage: Stage, links: int) -> Any:
 
 def _after_prelude(stage: Stage, fixed: Arrays, one_set: Arrays, shapes: Arrays) -> Arrays:
     """A set with what the stage's prelude makes of it."""
-    names = {name for part in stage.prelude for name in part.writes}
-    arrays = fixed | one_set | _fresh({name: shapes[name] for name in names})
-    after = jax.jit(functools.partial(run, stage.prelude))(arrays) if names else {}
-    return one_set | {name: after[name] for name in names}
+    if stage.prelude is None:
+        return one_set
+    return one_set | jax.jit(stage.prelude)(_fresh(shapes) | fixed | one_set)
 
 
 def _fresh(shapes: Arrays) -> Arrays:
@@ -338,42 +319,25 @@ def _start(name: str) -> int:
 
 
 def ceilings(torch: Any) -> Ceilings:
-    """The best of several sums of a large array, and of products, fp8 and bf16, on a GPU.
+    """The best of several sums of a large array, and of products, fp8 and bf16.
 
-    On the one that torch sees; without torch by JAX.
+    On the GPU that torch sees; without one of a CPU's sums alone.
     """
-    size = _READ_BYTES[jax.default_backend()]
-    calls = _in_torch(torch, size) if torch else _in_jax(size)
-    sum_us, *product_us = (_best(call, torch) for call in calls)
-    rates = [2 * _MATMUL**3 / us / 1e6 for us in product_us]
-    return Ceilings(size / sum_us / 1e6, *(rates or [None]))
+    size = _READ_BYTES[bool(torch)]
+    if not torch:
+        total, ones = jax.jit(jnp.sum), jnp.ones(size // 4, jnp.int32)
+        sums = on_clock(lambda: total(ones).block_until_ready(), _CEILING_RUNS, 1, "jit")
+        return Ceilings(size / sums.spread[0] / 1e6, None)
+    words = torch.empty(size // 8, dtype=torch.int64, device="cuda").random_()
+    shape, one = (_MATMUL, _MATMUL), torch.ones((), device="cuda")
+    wide = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    a, b = (x.to(torch.float8_e4m3fn) for x in wide)
+    options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16}
+    fp8 = functools.partial(torch._scaled_mm, a, b.t(), **options)
+    sum_us, *product_us = (_best(x, torch) for x in (words.sum, fp8, lambda: wide[0] @ wide[1].t()))
+    return Ceilings(size / sum_us / 1e6, *(2 * _MATMUL**3 / us / 1e6 for us in product_us))
 
 
 def _best(call: Launch, torch: Any) -> float:
     call()
-    if torch:
-        return min(timed(call, _CEILING_RUNS, torch.cuda.synchronize))
-    return on_clock(lambda: jax.block_until_ready(call()), _CEILING_RUNS, 1, "jit").spread[0]
-
-
-def _in_torch(torch: Any, size: int) -> list[Launch]:
-    words = torch.empty(size // 8, dtype=torch.int64, device="cuda").random_()
-    shape = (_MATMUL, _MATMUL)
-    wide = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    a, b = (x.to(torch.float8_e4m3fn) for x in wide)
-    one = torch.ones((), device="cuda")
-    options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16}
-    product = functools.partial(torch._scaled_mm, a, b.t(), **options)
-    return [words.sum, product, lambda: wide[0] @ wide[1].t()]
-
-
-def _in_jax(size: int) -> list[Launch]:
-    words, total = jnp.ones(size // 4, jnp.int32), jax.jit(jnp.sum)
-    calls = [lambda: total(words)]
-    dims = (((1,), (1,)), ((), ()))
-    dot = jax.jit(lambda a, b: lax.dot_general(a, b, dims, preferred_element_type=jnp.bfloat16))
-    for dtype in (FLOAT8, BFLOAT16) if jax.default_backend() == "gpu" else ():
-        keys = (jax.random.key(i) for i in range(2))
-        pair = [jax.random.normal(key, (_MATMUL,) * 2).astype(dtype) for key in keys]
-        calls.append(functools.partial(dot, *pair))
-    return calls
+    return min(timed(call, _CEILING_RUNS, torch.cuda.synchronize))

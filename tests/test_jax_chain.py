@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import fake_cuda
 import jax
 import numpy as np
@@ -10,13 +12,14 @@ import pytest
 from chains import make_mesh
 
 from benchmarks import jax_chain, results, run
-from benchmarks.cases import QUICK, Decode, Prefill, at_world_size
+from benchmarks.cases import QUICK, Decode, Prefill
 from benchmarks.check import Mismatch
 from benchmarks.stages import Inputs, Pool
 
 DECODE, PREFILL = (
     next(case for case in QUICK if isinstance(case, kind)) for kind in (Decode, Prefill)
 )
+ON_TWO = dataclasses.replace(DECODE, world_size=2)
 
 
 def inputs_of(case: Decode | Prefill, backend: str) -> Inputs:
@@ -32,19 +35,19 @@ def portable(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(jax_chain, name, value)
 
 
-@pytest.mark.parametrize("case", [at_world_size(DECODE, 2), PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("case", [ON_TWO, PREFILL], ids=["decode", "prefill"])
 def test_every_rank_is_checked_and_timed(portable, case):
     transports, mesh = ("none", "all-to-all", "collective"), make_mesh(2)
     structs = Pool([case], 0).structs(case, "xla")
     for transport in transports:
-        ready = jax_chain.compile_for(case, transport, mesh, *structs, 2)
+        ready = jax_chain.compile_for(case, transport, mesh, structs, 2)
         times = jax_chain.measure(case, inputs_of(case, "xla"), transport, mesh, ready)
         assert len(times.us) == 2 and times.more["host_us"] > 0
 
 
 def test_wrong_ids_are_not_timed(portable, monkeypatch):
     monkeypatch.setattr(jax_chain, "_message", lambda *_: np.zeros((2, 2, 6, 33), np.int32))
-    case = at_world_size(DECODE, 2)
+    case = ON_TWO
     with pytest.raises(Mismatch):
         jax_chain.measure(case, inputs_of(case, "xla"), "collective", make_mesh(2))
 
@@ -55,10 +58,10 @@ def test_the_kernels_lower(monkeypatch, transport, alone):
     if alone and transport not in jax_chain.ALONE:
         pytest.skip("a collective takes more ranks than one")
     fake_cuda.install(monkeypatch)
-    case = DECODE if alone else at_world_size(DECODE, 2)
+    case = DECODE if alone else ON_TWO
     mesh = None if alone else make_mesh(2)
     chain = jax_chain.Chain(case, transport, mesh)
-    arguments = chain.abstract(*Pool([case], 0).structs(case, "mosaic"), 2)
+    arguments = chain.abstract(Pool([case], 0).structs(case, "mosaic"), 2)
     text = chain.jitted(arguments).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     kernels = {"none": 2, "all-to-all": 0, "collective": 3}.get(transport, 3)
     assert text.count("@mosaic_gpu_v2") == kernels  # a layer, that all are calls of
@@ -74,24 +77,22 @@ def test_the_nap_before_a_program_lowers(monkeypatch):
 
 def test_a_run_compiles_its_programs_ahead(portable, monkeypatch, tmp_path, capsys):
     """As it does on GPUs: on two devices of a mesh every transport that needs no kernel."""
-    case, mesh, compiled = at_world_size(DECODE, 2), make_mesh(2), []
+    case, mesh, compiled = ON_TWO, make_mesh(2), []
     wanted = list(run.chain_items(case, ("none", "all-to-all", "collective")))
     machine = run.Machine()
-    monkeypatch.setattr(run.Runner, "_prepare_kernels", lambda self: None)
     monkeypatch.setattr(jax_chain.Chain, "us_of", lambda self, calls: 1e3 * calls)  # no noise
     runner = run.Runner(machine, wanted, tmp_path / "r.json", commit="abc", mesh=mesh)
-    prepare = runner._prepare_programs
+    draw = runner.draw
 
     def as_on_a_gpu():
-        machine.gpu = True
-        prepare()
-        machine.gpu = False
-        compiled.extend(x for x in runner.programs.values() if x is not None)
+        draw()
+        runner._prepare()
+        compiled.extend(x for x in runner.ready.values() if x is not None)
 
-    runner._prepare_programs = as_on_a_gpu
+    runner.draw = as_on_a_gpu
     assert runner.run() == 0, capsys.readouterr().out
     assert len(compiled) == 3 and "not compiled ahead" not in capsys.readouterr().out
-    rows = results.load(tmp_path / "r.json").rows
+    rows = results.load(tmp_path / "r.json")
     assert [key[4] for key in rows] == ["none", "all-to-all", "collective"]
     assert all(row["device"] == "cpu x2" and row["host_us"] > 0 for row in rows.values())
 

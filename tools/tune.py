@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 STAGES = {"decode_score": "score", "prefill_score": "score", "select": "select", "merge": "merge"}
 CASES = {"decode_score": "d-*", "prefill_score": "p-*", "select": "select-*", "merge": "merge-*"}
-_LINKS = 64  # of a graph
 
 
 def configs_of(kernel: str) -> dict[str, Any]:
@@ -92,7 +91,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def _tune(given: Any, using_config: Callable[..., Any], candidates: dict[str, Any]) -> int:
     from benchmarks import run
-    from benchmarks.stages import GPU_STREAM_BYTES, Pool
 
     machine = run.Machine()
     if not machine.mosaic:
@@ -100,13 +98,14 @@ def _tune(given: Any, using_config: Callable[..., Any], candidates: dict[str, An
         return 2
     pattern = given.cases or CASES[given.kernel]
     items = run.items(machine, pattern, (STAGES[given.kernel],), ("mosaic",))
-    pool = Pool([item.case for item in items], GPU_STREAM_BYTES)
+    runner = run.Runner(machine, items, Path())
+    runner.draw()
     for item in items:
         runs = {}
         for words, config in candidates.items():
             with using_config(config):
                 try:
-                    runs[words] = _checked_run(item, pool)
+                    runs[words] = runner.checked(item)
                 except Exception as error:  # too much shared memory, say
                     print(f"{item.label}: {words} fails: {type(error).__name__}: {error}")
         rounds = [{k: x.times(1).median for k, x in runs.items()} for _ in range(given.rounds)]
@@ -115,20 +114,6 @@ def _tune(given: Any, using_config: Callable[..., Any], candidates: dict[str, An
             us = statistics.median(x[words] for x in rounds)
             print(f"{item.label}: {us:8.2f} us {ratio:6.3f} {words}", flush=True)
     return 0
-
-
-def _checked_run(item: Any, pool: Any) -> Any:
-    """A graph's links of the item's stage, checked once."""
-    from benchmarks import check, timing
-    from benchmarks.stages import build, written_like
-
-    lower = functools.partial(timing.lowered, {}, item.case, item.precision)
-    inputs = pool.inputs(item.case, "mosaic")
-    found = timing.GraphRun(
-        build(item.case, *item.what), inputs, written_like(item.case), _LINKS, lower
-    )
-    check.check_stage(item.case, item.stage, item.precision, found.run())
-    return found
 
 
 if __name__ == "__main__":
