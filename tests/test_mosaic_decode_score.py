@@ -21,7 +21,7 @@ from msa_icp_jax.ops._mosaic.launch import Target, ctas_per_sm
 from msa_icp_jax.ops.decode_score import interpret, mma, work_balance
 from msa_icp_jax.ops.decode_score import kernel as decode_kernel
 from msa_icp_jax.ops.decode_score.work_balance import Batch, Grid
-from msa_icp_jax.ops.select.long_rows import TEAM_WORDS, WARPS
+from msa_icp_jax.ops.select.long_rows import SHARED_WORDS, WARPS
 
 _UNTOUCHED = 7.5
 _EXACT = 2**-17
@@ -199,7 +199,7 @@ def _select_fits(requests: int, columns: int, rows: int = 32, tokens: int = 1) -
     found = decode_kernel._select_fits(batch, grid, used, requests * tokens, target)
     kept = 1 << 10  # by the system, of each CTA
     taken = ctas_per_sm(used) * (used + kept)
-    assert not found or taken + 4 * WARPS * TEAM_WORDS + kept <= 228 << 10
+    assert not found or taken + 4 * WARPS * SHARED_WORDS + kept <= 228 << 10
     return found
 
 

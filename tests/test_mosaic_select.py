@@ -143,9 +143,9 @@ def test_shares_cover_all_rows_once():
     [(64, True, False), (256, True, False), (255, True, False), (260, False, True)],
 )
 def test_narrow_planes_go_four_lanes_a_row(columns, narrow, short):
-    team, ctas, direct = select_kernel._grid(4096, columns, Target(sms=132))
-    facts = select_kernel.Select(4096, columns, 1, 0, 1, False, team, ctas, direct)
-    assert (facts.narrow, facts.takes_short) == (narrow, short)
+    warps_per_row, ctas, direct = select_kernel._grid(4096, columns, Target(sms=132))
+    params = select_kernel.SelectParams(4096, columns, 1, 0, 1, False, warps_per_row, ctas, direct)
+    assert (params.narrow, params.takes_short) == (narrow, short)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_narrow_planes_go_four_lanes_a_row(columns, narrow, short):
 )
 def test_ctas_of_a_narrow_plane_fill_the_gpu(tokens, columns, warps, ctas):
     grid = select_kernel._grid(tokens, columns, Target(sms=132))
-    facts = select_kernel.Select(tokens, columns, 1, 0, 1, False, *grid)
-    assert (facts.warps, facts.ctas) == (warps, ctas)
-    assert 4 * facts.warps * facts.warp_words <= 227 << 10
+    params = select_kernel.SelectParams(tokens, columns, 1, 0, 1, False, *grid)
+    assert (params.warps, params.ctas) == (warps, ctas)
+    assert 4 * params.warps * params.warp_words <= 227 << 10
 
 
 NARROW_CASES = [
@@ -201,8 +201,8 @@ def test_narrow_rows(monkeypatch, columns, scale, offset, begin, end, tagged, st
     words = 32 if tagged else 33
     out = np.full((4, tokens + 2, *((32, 2) if tagged else (33,))), _UNTOUCHED, np.int32)
     tags = rng.integers(-(2**31), 2**31, (4, tokens)).astype(np.int32)
-    facts = select_kernel.Select(tokens, columns, scale, begin, end, tagged, 1, 10, False)
-    left_open = select_narrow(monkeypatch, facts, scores, counts, offset, out, tags, start, stop)
+    params = select_kernel.SelectParams(tokens, columns, scale, begin, end, tagged, 1, 10, False)
+    left_open = select_narrow(monkeypatch, params, scores, counts, offset, out, tags, start, stop)
 
     want = oracle.select(scores, counts, begin, end, index_scale=scale, index_offset=offset)
     found = out[..., 0] if tagged else out
@@ -221,7 +221,7 @@ def test_narrow_rows(monkeypatch, columns, scale, offset, begin, end, tagged, st
     ("name", "open_rows"), [("equal", 0), ("few above equal", 0), ("NaN", 0), ("crowded", 4)]
 )
 def test_narrow_rows_that_are_left_open(monkeypatch, name, open_rows):
-    """Ties at the bar are settled at once; best scores that crowd in few classes are not."""
+    """Ties at the cutoff are settled at once; best scores that crowd in few classes are not."""
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(3, 4, 256)).astype(np.float32)
     special = np.zeros(256, np.float32)
@@ -232,8 +232,8 @@ def test_narrow_rows_that_are_left_open(monkeypatch, name, open_rows):
     scores[1] = special
     counts = np.full(3, 256, np.int32)
     out = np.full((4, 3, 33), _UNTOUCHED, np.int32)
-    facts = select_kernel.Select(3, 256, 1, 0, 1, False, 1, 1, False)
-    left_open = select_narrow(monkeypatch, facts, scores, counts, 0, out, counts, 0, 3)
+    params = select_kernel.SelectParams(3, 256, 1, 0, 1, False, 1, 1, False)
+    left_open = select_narrow(monkeypatch, params, scores, counts, 0, out, counts, 0, 3)
     assert left_open == {(head, 1) for head in range(open_rows)}
     want = oracle.select(scores, counts, 0, 1)
     closed = [0, 2] if open_rows else [0, 1, 2]
@@ -242,7 +242,7 @@ def test_narrow_rows_that_are_left_open(monkeypatch, name, open_rows):
 
 def select_narrow(
     monkeypatch: pytest.MonkeyPatch,
-    facts: select_kernel.Select,
+    params: select_kernel.SelectParams,
     scores: Array,
     counts: Array,
     offset: int,
@@ -263,11 +263,11 @@ def select_narrow(
     monkeypatch.setattr(select_kernel.Thread, "_in_loop", lambda self: self)
     monkeypatch.setattr(select_kernel.Thread, "_select_row", note)
     words = lane_simulator.Words
-    shared = np.full(select_kernel.WARPS * facts.warp_words, _UNTOUCHED, np.int32)
-    memory_tags = [words(tags.reshape(-1))] if facts.tagged else []
-    rows = select_kernel.LocalRows(words(out.reshape(-1)), out.shape[1], facts.tokens, memory_tags)
+    shared = np.full(select_kernel.WARPS * params.warp_words, _UNTOUCHED, np.int32)
+    memory_tags = [words(tags.reshape(-1))] if params.tagged else []
+    rows = select_kernel.LocalRows(words(out.reshape(-1)), out.shape[1], params.tokens, memory_tags)
     plane = words(scores.reshape(-1))
     where = Lane(np.int32(offset))
-    thread = select_kernel.Thread(facts, plane, words(counts), where, rows, words(shared))
+    thread = select_kernel.Thread(params, plane, words(counts), where, rows, words(shared))
     thread._select_narrow(Lane(np.int32(start)), Lane(np.int32(stop)))
     return left_open

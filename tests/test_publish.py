@@ -227,41 +227,47 @@ class Found:
 
         def select_row(thread: Any, token: Lane, head: Lane, *others: Any) -> None:
             words = self._by_head[head.value, token.value, thread.lane.value]
-            team = SimpleNamespace(leads=(thread.warp & (thread.facts.team - 1)).eq(0))
-            team.select = lambda *_: (thread.shared + thread.lane).store(Lane(words))
-            thread._team = lambda: team
+            selector = SimpleNamespace(
+                leads=(thread.warp & (thread.params.warps_per_row - 1)).eq(0)
+            )
+            selector.select = lambda *_: (thread.shared + thread.lane).store(Lane(words))
+            thread._selector = lambda: selector
             monkeypatch.setattr(select, "Row", lambda **_: None)
             stock(thread, token, head, SimpleNamespace())
 
         monkeypatch.setattr(select.Thread, "_select_row", select_row)
 
-    def run(self, sender: Sender, team: int, looked_at: int | None = None) -> None:
-        """Every CTA selects its one row a team, without a guess."""
-        facts = select.Select(TOKENS, 64, 1, 0, 1, False, team, TOKENS * team, True)
+    def run(self, sender: Sender, warps_per_row: int, looked_at: int | None = None) -> None:
+        """Every CTA selects its one row, without a guess."""
+        params = select.SelectParams(
+            TOKENS, 64, 1, 0, 1, False, warps_per_row, TOKENS * warps_per_row, True
+        )
         slot = sender.slot[0]
-        for cta in range(facts.ctas):
-            shared = np.full(4 * long_rows.TEAM_WORDS, 77, np.int32)
+        for cta in range(params.ctas):
+            shared = np.full(4 * long_rows.SHARED_WORDS, 77, np.int32)
             number = Lane(np.int32(cta))
-            lane, warp, mine = select._position(Words(shared), facts)
+            lane, warp, mine = select._position(Words(shared), params)
             seen = mine + long_rows.SPARE_AT
             if not sender.owners.tagged:
                 sender.slot[0] = slot if looked_at is None else looked_at
                 peers = PeerRows(sender.owners, sender.operands, seen)
                 peers.prepare()
-                with lane_simulator._when((warp & (team - 1)).eq(0)):
-                    peers.look_ahead(*select._row_of(number, warp, facts), lane)
+                with lane_simulator._when((warp & (warps_per_row - 1)).eq(0)):
+                    peers.look_ahead(*select._row_of(number, warp, params), lane)
                 sender.slot[0] = slot
             rows = PeerRows(sender.owners, sender.operands, seen)
             zeros = Words(np.zeros(TOKENS * 4 * 64, np.int32))
-            thread = select.Thread(facts, zeros, zeros, Lane(np.int32(0)), rows, Words(shared))
+            thread = select.Thread(params, zeros, zeros, Lane(np.int32(0)), rows, Words(shared))
             thread.select_row_of(number, [])
-            assert (shared[long_rows.TEAM_WORDS * 4 // team :] == 77).all()
+            assert (shared[long_rows.SHARED_WORDS * 4 // warps_per_row :] == 77).all()
 
 
-@pytest.mark.parametrize("team", [1, 4])
+@pytest.mark.parametrize("warps_per_row", [1, 4])
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("looked_at", [None, 2])
-def test_a_select_sends_its_flagged_rows(peers_of, monkeypatch, world_size, team, looked_at):
+def test_a_select_sends_its_flagged_rows(
+    peers_of, monkeypatch, world_size, warps_per_row, looked_at
+):
     """With a look ahead at the right slot, and at another one."""
     peers, errors = peers_of(world_size, "legacy"), np.zeros(1, np.int32)
     found = Found(monkeypatch, world_size)
@@ -270,14 +276,14 @@ def test_a_select_sends_its_flagged_rows(peers_of, monkeypatch, world_size, team
     want = peers.storage.copy()
     want[:, 1, RANK, :, :TOKENS] = found.rows
     want[0, 1, RANK, 0, 3] = 8
-    found.run(Sender(peers, errors, 4), team, looked_at)
+    found.run(Sender(peers, errors, 4), warps_per_row, looked_at)
     np.testing.assert_array_equal(peers.storage, want)
     assert errors[0] == 1
 
 
-@pytest.mark.parametrize("team", [1, 4])
+@pytest.mark.parametrize("warps_per_row", [1, 4])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_select_sends_its_tagged_rows(peers_of, monkeypatch, world_size, team):
+def test_a_select_sends_its_tagged_rows(peers_of, monkeypatch, world_size, warps_per_row):
     peers, found = peers_of(world_size, "tagged"), Found(monkeypatch, world_size)
     counters = np.arange(-40, 3 * 4 * CAPACITY - 40, dtype=np.int32).reshape(3, 4, CAPACITY)
     want_counters = counters.copy()
@@ -286,16 +292,16 @@ def test_a_select_sends_its_tagged_rows(peers_of, monkeypatch, world_size, team)
     want = np.zeros_like(peers.storage)
     by_owner = oracle.rows_by_owner(counters[2, :, :TOKENS].copy(), world_size)
     want[:, 2, RANK, :, :TOKENS], _ = oracle.tag_rows(found.rows, by_owner)
-    found.run(Sender(peers, counters, 5), team)
+    found.run(Sender(peers, counters, 5), warps_per_row)
     np.testing.assert_array_equal(peers.storage, want)
     np.testing.assert_array_equal(counters, want_counters)
 
 
 @pytest.mark.parametrize("tokens", [1, 132, 5000])
 @pytest.mark.parametrize("columns", [15, 64, 256, 2048, 2049, 8192])
-def test_every_row_that_is_sent_has_a_team_of_its_own(tokens, columns):
-    team, ctas, direct = select._grid(tokens, columns, Target(sms=132), single=True)
-    assert direct and ctas * 4 // team == tokens * 4
+def test_every_row_that_is_sent_has_warps_of_its_own(tokens, columns):
+    warps_per_row, ctas, direct = select._grid(tokens, columns, Target(sms=132), single=True)
+    assert direct and ctas * 4 // warps_per_row == tokens * 4
 
 
 def test_the_interpreter_is_refused():

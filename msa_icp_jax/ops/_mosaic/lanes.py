@@ -4,8 +4,8 @@ Inside `plgpu.inline_mgpu` a function emits the program of one CUDA thread. A `L
 values (a 32- or 64-bit integer, a float32 or a predicate); Python ints and floats beside it become
 constants of its type. Integers are signed and comparisons of floats are false on NaN.
 
-Everything called *warp* here has to be reached by all 32 lanes of a warp together, and *team*
-pieces by all 128 threads of a warpgroup.
+Everything called *warp* here has to be reached by all 32 lanes of a warp together, and
+*warpgroup* pieces by all its 128 threads.
 """
 
 from __future__ import annotations
@@ -300,12 +300,12 @@ def warp_barrier() -> None:
     mgpu.utils.warp_barrier()
 
 
-def team_barrier() -> None:
+def warpgroup_barrier() -> None:
     """Waits for the other threads of the warpgroup, and for their shared memory writes."""
     mgpu.utils.warpgroup_barrier()
 
 
-def team_all(condition: Lane) -> Lane:
+def warpgroup_all(condition: Lane) -> Lane:
     """Whether the predicate holds in all threads of the warpgroup; they wait for one another."""
     barrier = Lane(mgpu.utils.warpgroup_barrier_idx(sync=False))
     text = "bar.red.and.pred $0, $1, 128, $2;"

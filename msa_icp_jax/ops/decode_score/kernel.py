@@ -53,13 +53,13 @@ from msa_icp_jax.ops.decode_score.work_balance import (
     Grid,
     Work,
 )
-from msa_icp_jax.ops.select.long_rows import TEAM_WORDS, WARPS
+from msa_icp_jax.ops.select.long_rows import SHARED_WORDS, WARPS
 
 if TYPE_CHECKING:
     from msa_icp_jax.arrays import Array, Float32, IndexFloat, Int32
 
 # Shared memory of a CTA of the select of short rows, with what the system keeps.
-_SELECT_BYTES = round_up(4 * WARPS * TEAM_WORDS, 1 << 10) + (1 << 10)
+_SELECT_BYTES = round_up(4 * WARPS * SHARED_WORDS, 1 << 10) + (1 << 10)
 _SCALAR = plgpu.Layout.WG_SPLAT
 
 

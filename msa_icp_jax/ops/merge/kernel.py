@@ -456,7 +456,7 @@ class _Thread:
             self._barrier()  # before the next row uses the shared memory
 
     def _barrier(self) -> None:
-        lanes.team_barrier() if self.params.warps_per_row > 1 else lanes.warp_barrier()
+        lanes.warpgroup_barrier() if self.params.warps_per_row > 1 else lanes.warp_barrier()
 
     def _entry_index(self, which: int) -> Lane:
         """Number of the entry that this thread works on, or of one that it holds."""

@@ -329,7 +329,7 @@ def count_maxima(
         for g, value in enumerate(of_array(best)):
             number = where((value >= 0.0) & (column + g >= front), number + 1.0, number)
         live = (row >= begin) & (row < end)
-        ready = lanes.team_all((number >= float(needed)) | ~live).to_i32()
+        ready = lanes.warpgroup_all((number >= float(needed)) | ~live).to_i32()
         ready = lanes.warp_from(ready, 0)  # known to be the same in all lanes: steps go by it
         return (
             as_array([number], layout_of(1)),

@@ -1,4 +1,4 @@
-"""Tuning of the select."""
+"""Tuning of the select; `python tools/tune.py select` times other values."""
 
 from __future__ import annotations
 

@@ -4,14 +4,14 @@ A warp copies its rows' candidates to shared memory. Forced columns become +inf 
 no candidate -inf.
 
 Every 32nd column of a row is of the same *class*, and a lane looks after 8 classes. The 16th
-largest of the 32 classes' maxima is the row's *bar*, which at least 16 columns reach. Those (about
-22 of random scores) are listed in ascending order, and the list's 16th largest value is the row's
-*threshold*: columns above it win, and of those equal to it as many as there are places left, forced
-ones first, then lower ones.
+largest of the 32 classes' maxima is the row's *cutoff*, which at least 16 columns reach. Those
+(about 22 of random scores) are listed in ascending order, and the list's 16th largest value is the
+row's *threshold*: columns above it win, and of those equal to it as many as there are places left,
+forced ones first, then lower ones.
 
-Where more than 32 columns reach the bar, those above it are counted. If they are no more than there
-are places, the bar is the threshold, whatever ties there. Otherwise (best scores that crowd in few
-classes) the row is left open, for the caller to select in another way.
+Where more than 32 columns reach the cutoff, those above it are counted. If they are no more than
+there are places, the cutoff is the threshold, whatever ties there. Otherwise (best scores that
+crowd in few classes) the row is left open, for the caller to select in another way.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ class Rows:
         lanes.warp_barrier()
         forced = self._mark()
         lanes.warp_barrier()
-        bar = self._bar()
-        masks = self._reach(bar)
+        cutoff = self._cutoff()
+        masks = self._reach(cutoff)
         before, total = self._count(masks)
         crowded = total > _LISTED
         *masks, before, total, is_open = lanes.choose(
             lanes.warp_any(crowded),
             [*[i32()] * (len(masks) + 2), i1()],
-            lambda: self._at_the_bar(bar, masks, crowded),
+            lambda: self._at_the_cutoff(cutoff, masks, crowded),
             lambda: [*masks, before, total, lanes.constant(0, i1())],
         )
         self._list(masks, before)
@@ -222,9 +222,9 @@ class Rows:
         vectors = ((place + i * _CHUNK).load_vector(f32(), _VECTOR) for i in range(chunks))
         return [x for vector in vectors for x in vector]
 
-    # ---- the bar, and what reaches it ----
+    # ---- the cutoff, and what reaches it ----
 
-    def _bar(self) -> Lane:
+    def _cutoff(self) -> Lane:
         """A value that at least 16 columns of this lane's row reach, -inf at the least."""
 
         def maxima(best: list[Lane], at: int) -> list[Lane]:
@@ -240,10 +240,10 @@ class Rows:
             best = list(lanes.choose(self.stop > at, [f32()] * _OF_LANE, with_more, as_is))
         return sixteenth_of_quad(best, self.lane)
 
-    def _reach(self, bar: Lane) -> list[Lane]:
-        """Which columns of this lane's quarter reach the bar: all candidates if it is -inf."""
-        all_do = where(bar.eq(-_INF), int32(-1), 0)
-        return self._which(lambda values: lanes.which_reach(values, bar) | all_do)
+    def _reach(self, cutoff: Lane) -> list[Lane]:
+        """Which columns of this lane's quarter reach the cutoff: all candidates if it is -inf."""
+        all_do = where(cutoff.eq(-_INF), int32(-1), 0)
+        return self._which(lambda values: lanes.which_reach(values, cutoff) | all_do)
 
     def _which(self, which: Callable[[list[Lane]], Lane]) -> list[Lane]:
         """`which` of the candidates in this lane's quarter, 32 at most a word."""
@@ -296,9 +296,9 @@ class Rows:
         before = where((quarter & 1).ne(0), beside, 0) + where(quarter >= 2, others, 0)
         return before, pair + others
 
-    def _at_the_bar(self, bar: Lane, masks: list[Lane], crowded: Lane) -> list[Lane]:
-        """Of a crowded row the winners, if the bar is its threshold; else nothing."""
-        passing = self._which(lambda values: lanes.which_pass(values, bar))
+    def _at_the_cutoff(self, cutoff: Lane, masks: list[Lane], crowded: Lane) -> list[Lane]:
+        """Of a crowded row the winners, if the cutoff is its threshold; else nothing."""
+        passing = self._which(lambda values: lanes.which_pass(values, cutoff))
         chosen_from = self._between(self.front, self.back)
         above = [x | (y & ~z) for x, y, z in zip(passing, masks, chosen_from, strict=True)]
         winners, number = self._above_and_lowest(above, masks)

@@ -17,12 +17,12 @@ Otherwise a CTA is a warpgroup. A single row, and one that ways 3 and 4 leave op
 for the last place, say), is selected by its warp, or by the four that share it, in the way for rows
 of any length and scores (`long_rows`).
 
-With few tokens the way is *direct*: which row is whose is known at once, so a team reads the row's
-bounds while the kernel before this one still runs, and afterwards loads scores by that guess while
-it reads the bounds anew; it loads again if they were others.
+With few tokens the way is *direct*: which row is whose is known at once, so its warps read the
+row's bounds while the kernel before this one still runs, and afterwards load scores by that guess
+while they read the bounds anew and load again if these were others.
 
 The rows go into memory of this GPU, or straight to the ranks that own their heads (`peer_rows`).
-Then every team has one row to look ahead for: the way is 1 or 2, however many tokens there are.
+Then every row's warps look ahead for it alone: the way is 1 or 2, however many tokens there are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -42,7 +42,17 @@ from jaxlib.mlir import ir
 
 from msa_icp_jax.geometry import NUM_HEADS, TOPK, cdiv, round_up
 from msa_icp_jax.ops._mosaic import lanes
-from msa_icp_jax.ops._mosaic.lanes import Lane, Words, f32, i32, int32, where
+from msa_icp_jax.ops._mosaic.lanes import (
+    Context,
+    Lane,
+    Memory,
+    Value,
+    Words,
+    f32,
+    i32,
+    int32,
+    where,
+)
 from msa_icp_jax.ops._mosaic.launch import (
     CTA,
     Launch,
@@ -53,12 +63,11 @@ from msa_icp_jax.ops._mosaic.launch import (
 )
 from msa_icp_jax.ops._mosaic.peer_rows import Owners, PeerRows, Peers
 from msa_icp_jax.ops.arguments import Candidates
-from msa_icp_jax.ops.select import eight_rows, long_rows, short_rows
-from msa_icp_jax.ops.select.config import CONFIG
+from msa_icp_jax.ops.select import config, eight_rows, long_rows, short_rows
 from msa_icp_jax.ops.select.long_rows import (
     COLUMNS_AT,
+    SHARED_WORDS,
     SPARE_AT,
-    TEAM_WORDS,
     WARPS,
     WORDS_AT,
     Bounds,
@@ -74,8 +83,8 @@ _WARP = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Select:
-    """The static facts of one select.
+class SelectParams:
+    """The static parameters of one select.
 
     Attributes:
       tokens: rows are those of [0, tokens) x 4 heads.
@@ -83,9 +92,9 @@ class Select:
       index_scale: blocks from one column to the next.
       begin, end: forced blocks at the start, and visible ones at the end.
       tagged: whether rows that stay here are tagged.
-      team: warps that share a row, 1 or 4.
+      warps_per_row: warps that share a row, 1 or 4.
       ctas: CTAs among which the rows are shared out.
-      direct: whether every team has just one row: (token, head) is known at the start.
+      direct: whether no warp has a second row: (token, head) is known at the start.
     """
 
     tokens: int
@@ -94,7 +103,7 @@ class Select:
     begin: int
     end: int
     tagged: bool
-    team: int
+    warps_per_row: int
     ctas: int
     direct: bool
 
@@ -106,26 +115,32 @@ class Select:
     @property
     def narrow(self) -> bool:
         """Whether a warp takes two tokens at a time."""
-        return self.columns <= eight_rows.CAPACITY and self.team == 1 and not self.direct
+        return self.columns <= eight_rows.CAPACITY and self.warps_per_row == 1 and not self.direct
 
     @property
     def takes_short(self) -> bool:
         """Whether four short rows are selected at once."""
-        return self.team == 1 and long_rows.vector_of(self.columns) > 1 and not self.narrow
+        return self.warps_per_row == 1 and long_rows.vector_of(self.columns) > 1 and not self.narrow
 
     @property
     def warps(self) -> int:
         """Warps of a CTA: four, or enough that they take a narrow plane in equal turns."""
         if not self.narrow:
             return WARPS
-        most = CONFIG.full_warps if self.columns <= CONFIG.full_columns else CONFIG.narrow_warps
+        most = (
+            config.CONFIG.full_warps
+            if self.columns <= config.CONFIG.full_columns
+            else config.CONFIG.narrow_warps
+        )
         turns = cdiv(cdiv(self.tokens, self.ctas), eight_rows.TOKENS)
         return round_up(cdiv(turns, cdiv(turns, most)), WARPS)
 
     @property
     def warp_words(self) -> int:
         """Words of shared memory of a warp."""
-        return max(eight_rows.warp_words(self.columns), TEAM_WORDS) if self.narrow else TEAM_WORDS
+        return (
+            max(eight_rows.warp_words(self.columns), SHARED_WORDS) if self.narrow else SHARED_WORDS
+        )
 
 
 def select_rows(
@@ -147,25 +162,25 @@ def select_rows(
       launch: how to launch.
     """
     tokens, columns = num_valid_pages.shape[0], scores.shape[2]
-    team, ctas, direct = _grid(tokens, columns, launch.target)
-    facts = Select(
+    warps_per_row, ctas, direct = _grid(tokens, columns, launch.target)
+    params = SelectParams(
         tokens=tokens,
         columns=columns,
         index_scale=candidates.scale,
         begin=candidates.forced.begin,
         end=candidates.forced.end,
         tagged=generations is not None,
-        team=team,
+        warps_per_row=warps_per_row,
         ctas=ctas,
         direct=direct,
     )
     operands = [scores, num_valid_pages, scalar_operand(candidates.offset)]
     if generations is not None:
         operands.append(generations)
-    run = functools.partial(_launch, "select_rows", facts, None, launch)
+    run = functools.partial(_launch, "select_rows", params, None, launch)
     if rows is None:
-        shape = (TAGGED_WORDS, 2) if facts.tagged else (ROW_WORDS,)
-        fresh = jax.ShapeDtypeStruct((NUM_HEADS, facts.tokens, *shape), jnp.int32)
+        shape = (TAGGED_WORDS, 2) if params.tagged else (ROW_WORDS,)
+        fresh = jax.ShapeDtypeStruct((NUM_HEADS, params.tokens, *shape), jnp.int32)
         return run(out_type=fresh)(*operands)
     buffer = writable(rows)
     run()(*operands, buffer)
@@ -189,65 +204,69 @@ def select_and_publish_rows(
         its flag stayed up; of tagged rows the publish counters, int32 [3, 4, C].
     """
     tokens, columns = num_valid_pages.shape[0], scores.shape[2]
-    team, ctas, direct = _grid(tokens, columns, launch.target, single=True)
+    warps_per_row, ctas, direct = _grid(tokens, columns, launch.target, single=True)
     order = candidates.scale, *candidates.forced
-    facts = Select(tokens, columns, *order, False, team, ctas, direct)
+    params = SelectParams(tokens, columns, *order, False, warps_per_row, ctas, direct)
     name = "select_and_publish_tagged_rows" if peers.tagged else "select_and_publish_rows"
     advanced = writable(counters)
     operands = scores, num_valid_pages, scalar_operand(candidates.offset), *peers.operands()
-    _launch(name, facts, peers.owners, launch)(*operands, advanced)
+    _launch(name, params, peers.owners, launch)(*operands, advanced)
     return written(advanced)
 
 
 def _launch(
     name: str,
-    facts: Select,
+    params: SelectParams,
     owners: Owners | None,
     launch: Launch,
-    out_type: Any = (),
-) -> Any:
+    out_type: jax.ShapeDtypeStruct | tuple[()] = (),
+) -> Callable[..., Any]:
     body: Any = functools.partial(_kernel, owners=owners, pdl=launch.pdl)
     if launch.target.interpret:
         from msa_icp_jax.ops.select import interpret  # on demand: only tests need it
 
         assert owners is None, "the interpreter has no device addresses"
-        body, facts = interpret.select, interpret.with_few_ctas(facts, launch.target)
+        body, params = interpret.select, interpret.with_few_ctas(params, launch.target)
     return launch.kernel(
-        functools.partial(body, facts=facts),
+        functools.partial(body, params=params),
         name=name,
-        grid=(facts.ctas,),
+        grid=(params.ctas,),
         out_type=out_type,
-        warpgroups=facts.warps // WARPS,
-        scratch_types={"shared": plgpu.SMEM((facts.warps, facts.warp_words), jnp.int32)},
+        warpgroups=params.warps // WARPS,
+        scratch_types={"shared": plgpu.SMEM((params.warps, params.warp_words), jnp.int32)},
     )
 
 
 def _grid(tokens: int, columns: int, target: Target, single: bool = False) -> tuple[int, int, bool]:
-    """Warps that share a row, CTAs, and whether every team has just one row (`single`: it must)."""
+    """Warps that share a row, CTAs, and whether no warp has a second row (`single`: none may)."""
     few = single or tokens <= target.sms
-    if few and columns <= CONFIG.quick_columns:
-        team, ctas = 1, tokens
-    elif few or columns > CONFIG.warp_columns:
-        team, ctas = WARPS, tokens * NUM_HEADS
+    if few and columns <= config.CONFIG.quick_columns:
+        warps_per_row, ctas = 1, tokens
+    elif few or columns > config.CONFIG.warp_columns:
+        warps_per_row, ctas = WARPS, tokens * NUM_HEADS
     elif columns > eight_rows.CAPACITY:
-        team, ctas = 1, min(tokens, target.sms * _ctas_per_sm(columns))
+        warps_per_row, ctas = 1, min(tokens, target.sms * _ctas_per_sm(columns))
     else:
-        team, ctas = 1, target.sms
-    return team, ctas, few
+        warps_per_row, ctas = 1, target.sms
+    return warps_per_row, ctas, few
 
 
 def _ctas_per_sm(columns: int) -> int:
     """CTAs that an SM holds at a time where a warp takes a row."""
-    return CONFIG.ctas_per_sm if columns <= CONFIG.usual_columns else CONFIG.wide_ctas_per_sm
+    return (
+        config.CONFIG.ctas_per_sm
+        if columns <= config.CONFIG.usual_columns
+        else config.CONFIG.wide_ctas_per_sm
+    )
 
 
 def _kernel(
-    scores: Any,
-    counts: Any,
-    index_offset: Any,
-    *others: Any,
-    shared: Any,
-    facts: Select,
+    scores: jax.Ref,
+    counts: jax.Ref,
+    index_offset: jax.Ref,
+    *others: jax.Ref,
+    shared: jax.Ref,
+    params: SelectParams,
     owners: Owners | None,
     pdl: bool,
 ) -> None:
@@ -257,19 +276,19 @@ def _kernel(
     `peer_rows`.
     """
     cta = lax.axis_index(CTA)
-    guess: tuple[Any, ...] = ()
+    guess: tuple[jax.Array, ...] = ()
     if pdl and not owners:
         plgpu.griddepcontrol_launch_dependents()
-    if pdl and facts.direct:
-        guess = _read_bounds_early(counts, index_offset, facts)
+    if pdl and params.direct:
+        guess = _read_bounds_early(counts, index_offset, params)
     if owners and not owners.tagged:
-        _look_ahead(others, shared, cta, facts, owners)
+        _look_ahead(others, shared, cta, params, owners)
     if pdl:
         plgpu.griddepcontrol_wait()
     if pdl and owners:
         plgpu.griddepcontrol_launch_dependents()
     refs = [scores, counts, index_offset, shared, *others]
-    _select_inline(refs, [cta, *guess], facts, owners)
+    _select_inline(refs, [cta, *guess], params, owners)
 
 
 def share_out(cta: Any, count: int, ctas: int) -> tuple[Any, Any]:
@@ -285,7 +304,9 @@ def share_out(cta: Any, count: int, ctas: int) -> tuple[Any, Any]:
 # ---- machine pieces ----
 
 
-def _read_bounds_early(counts: Any, index_offset: Any, facts: Select) -> tuple[Any, Any]:
+def _read_bounds_early(
+    counts: jax.Ref, index_offset: jax.Ref, params: SelectParams
+) -> tuple[jax.Array, jax.Array]:
     """The row's visible blocks and the offset, as they are before the preceding kernel has ended.
 
     They may be wrong; nothing but the guess of which scores to load may follow from them.
@@ -296,36 +317,38 @@ def _read_bounds_early(counts: Any, index_offset: Any, facts: Select) -> tuple[A
         arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT),
         return_type=(scalar, scalar),
     )
-    def read(_: Any, counts: Any, index_offset: Any, cta: Any) -> Any:
-        token = lanes.scalar(cta) >> (2 if facts.team > 1 else 0)
+    def read(_: Context, counts: Memory, index_offset: Memory, cta: Value) -> Any:
+        token = lanes.scalar(cta) >> (2 if params.warps_per_row > 1 else 0)
         found = lanes.load_fresh(Words.of(counts) + token), lanes.load_fresh(Words.of(index_offset))
         return tuple(lanes.as_scalar(x) for x in found)
 
     return read(counts, index_offset, lax.axis_index(CTA))
 
 
-def _look_ahead(peers: Sequence[Any], shared: Any, cta: Any, facts: Select, owners: Owners) -> None:
-    """Waits for the flag of the team's row."""
+def _look_ahead(
+    peers: Sequence[jax.Ref], shared: jax.Ref, cta: jax.Array, params: SelectParams, owners: Owners
+) -> None:
+    """Waits for the flag of the warp's row."""
     refs = [*peers, shared]
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), plgpu.Layout.WG_SPLAT))
-    def look(_: Any, *arguments: Any) -> None:
+    def look(_: Context, *arguments: Memory | Value) -> None:
         *refs, cta = arguments
         *peers, shared = (Words.of(ref) for ref in refs)
-        lane, warp, shared = _position(shared, facts)
-        token, head = _row_of(lanes.scalar(cta), warp, facts)
+        lane, warp, shared = _position(shared, params)
+        token, head = _row_of(lanes.scalar(cta), warp, params)
         rows = PeerRows(owners, peers, shared + SPARE_AT)
         rows.prepare()
-        with lanes.when((warp & (facts.team - 1)).eq(0)):
+        with lanes.when((warp & (params.warps_per_row - 1)).eq(0)):
             rows.look_ahead(token, head, lane)
 
     look(*refs, cta)
 
 
 def _select_inline(
-    refs: list[Any],
-    scalars: list[Any],
-    facts: Select,
+    refs: list[jax.Ref],
+    scalars: list[jax.Array],
+    params: SelectParams,
     owners: Owners | None,
 ) -> None:
     """`refs` are scores, counts, index offset, shared memory and the kernel's other operands."""
@@ -336,21 +359,21 @@ def _select_inline(
             *[plgpu.Layout.WG_SPLAT] * len(scalars),
         )
     )
-    def select(_: Any, *arguments: Any) -> None:
+    def select(_: Context, *arguments: Any) -> None:
         words = (Words.of(ref) for ref in arguments[: len(refs)])
         scores, counts, index_offset, shared, *others = words
         cta, *guess = (lanes.scalar(x) for x in arguments[len(refs) :])
         offset = lanes.load_fresh(index_offset)
         rows: LocalRows | PeerRows
         if owners:
-            _, _, shared_of_team = _position(shared, facts)
-            rows = PeerRows(owners, others, shared_of_team + SPARE_AT)
+            shared_of_row = _position(shared, params)[2]
+            rows = PeerRows(owners, others, shared_of_row + SPARE_AT)
         else:
             *tags, first = others
             capacity = ir.MemRefType(arguments[len(refs) - 1].type).shape[1]
-            rows = LocalRows(first, capacity, facts.tokens, tags)
-        thread = Thread(facts, scores, counts, offset, rows, shared)
-        if facts.direct:
+            rows = LocalRows(first, capacity, params.tokens, tags)
+        thread = Thread(params, scores, counts, offset, rows, shared)
+        if params.direct:
             thread.select_row_of(cta, guess)
         else:
             thread.select(cta)
@@ -358,18 +381,18 @@ def _select_inline(
     select(*refs, *scalars)
 
 
-def _position(shared: Words, facts: Select) -> tuple[Lane, Lane, Words]:
-    """This lane of its warp, the warp of the warpgroup, and their team's shared memory."""
+def _position(shared: Words, params: SelectParams) -> tuple[Lane, Lane, Words]:
+    """This lane of its warp, the warp of the warpgroup, and the shared memory of its row."""
     thread = lanes.thread()
     # Read from lane 0, which tells the compiler that it is the same in the whole warp.
     warp = lanes.warp_from(thread >> 5, 0)
     lane = thread & (_WARP - 1)
-    return lane, warp, shared + warp * facts.warp_words if facts.team == 1 else shared
+    return lane, warp, shared + warp * params.warp_words if params.warps_per_row == 1 else shared
 
 
-def _row_of(cta: Lane, warp: Lane, facts: Select) -> tuple[Lane, Lane]:
-    """(token, head) of the one row that a team has."""
-    row = cta if facts.team > 1 else cta * NUM_HEADS + warp
+def _row_of(cta: Lane, warp: Lane, params: SelectParams) -> tuple[Lane, Lane]:
+    """(token, head) of the one row that a warp has."""
+    row = cta if params.warps_per_row > 1 else cta * NUM_HEADS + warp
     return row >> 2, row & 3
 
 
@@ -425,53 +448,53 @@ class Thread:
 
     def __init__(
         self,
-        facts: Select,
+        params: SelectParams,
         scores: Words,
         counts: Words,
         offset: Lane,
         rows: LocalRows | PeerRows,
         shared: Words,
     ) -> None:
-        self.facts, self.scores, self.counts, self.offset = facts, scores, counts, offset
+        self.params, self.scores, self.counts, self.offset = params, scores, counts, offset
         self.rows = rows
-        self.lane, self.warp, self.shared = _position(shared, facts)
+        self.lane, self.warp, self.shared = _position(shared, params)
 
     def select(self, cta: Lane) -> None:
         """Selects the share of a CTA."""
-        if self.facts.team == 1:
-            select = self._select_narrow if self.facts.narrow else self._select_tokens
-            select(*share_out(cta, self.facts.tokens, self.facts.ctas))
+        if self.params.warps_per_row == 1:
+            select = self._select_narrow if self.params.narrow else self._select_tokens
+            select(*share_out(cta, self.params.tokens, self.params.ctas))
             return
 
         def one_row(row: Lane) -> list[Lane]:
             token = row >> 2
             self._select_row(token, row & 3, self._bounds((self.counts + token).load()))
-            lanes.team_barrier()  # the next row uses the same shared memory
+            lanes.warpgroup_barrier()  # the next row uses the same shared memory
             return []
 
-        lanes.loop(*share_out(cta, self.facts.rows, self.facts.ctas), 1, [], one_row)
+        lanes.loop(*share_out(cta, self.params.rows, self.params.ctas), 1, [], one_row)
 
     def select_row_of(self, cta: Lane, guess: list[Lane]) -> None:
-        """Selects the one row of this team.
+        """Selects the one row of this warp.
 
         Its scores are loaded by the guess of its bounds, while the bounds themselves are.
         """
-        token, head = _row_of(cta, self.warp, self.facts)
+        token, head = _row_of(cta, self.warp, self.params)
         count = lanes.load_fresh(self.counts + token)
-        scores = self.scores + (token * NUM_HEADS + head).to_i64() * self.facts.columns
-        team = self._team()
+        scores = self.scores + (token * NUM_HEADS + head).to_i64() * self.params.columns
+        selector = self._selector()
         if not guess:
             self.rows.prepare()
             self._select_row(token, head, self._bounds(count))
             return
         expected = self._bounds(*guess)
-        loaded = team.load(Row(**vars(expected), scores=scores))
+        loaded = selector.load(Row(**vars(expected), scores=scores))
         self.rows.prepare()  # behind the loads: it waits for what it reads
         bounds = self._bounds(count)
         right = expected.front.eq(bounds.front) & expected.back.eq(bounds.back)
 
         def again() -> list[Lane]:
-            return team.load(Row(**vars(bounds), scores=scores))
+            return selector.load(Row(**vars(bounds), scores=scores))
 
         values = lanes.choose(right, [f32()] * len(loaded), lambda: loaded, again)
         self._select_row(token, head, bounds, list(values))
@@ -495,7 +518,7 @@ class Thread:
             return []
 
         first = start + self.warp * eight_rows.TOKENS
-        lanes.loop(first, stop, eight_rows.TOKENS * self.facts.warps, [], two_tokens)
+        lanes.loop(first, stop, eight_rows.TOKENS * self.params.warps, [], two_tokens)
 
     def _select_eight(self, base: Lane, stop: Lane) -> None:
         """Selects the rows of two tokens, from `base` on but below `stop`, in this warp."""
@@ -508,11 +531,11 @@ class Thread:
         tokens = lanes.minimum(stop - base, eight_rows.TOKENS)
         left_open = eight_rows.Rows(
             **bounds,
-            begin=self.facts.begin,
-            end=self.facts.end,
-            scores=self.scores + base.to_i64() * (NUM_HEADS * self.facts.columns),
-            columns=self.facts.columns,
-            ids=(self.facts.index_scale, self.offset),
+            begin=self.params.begin,
+            end=self.params.end,
+            scores=self.scores + base.to_i64() * (NUM_HEADS * self.params.columns),
+            columns=self.params.columns,
+            ids=(self.params.index_scale, self.offset),
             lane=self.lane,
             shared=self.shared,
         ).find_top16()
@@ -533,7 +556,7 @@ class Thread:
         head_words = eight_rows.TOKENS * ROW_WORDS
         for head in range(NUM_HEADS):
             found = self.shared + (eight_rows.FOUND_AT + head * head_words)
-            if self.facts.tagged:
+            if self.params.tagged:
 
                 def one_token(i: Lane, found: Words = found, head: int = head) -> list[Lane]:
                     word = (found + (i * ROW_WORDS + self.lane)).load()
@@ -566,7 +589,7 @@ class Thread:
                 mine = where(together, token + self.warp, token)
                 bounds = self._bounds(lanes.warp_from(count, mine - first))
                 head, stop_head = where(together, 0, self.warp), where(together, 4, self.warp + 1)
-                if self.facts.takes_short:
+                if self.params.takes_short:
                     done = self._in_loop()._select_short(mine, bounds, together & (mine < last))
                     stop_head = where(done | (mine >= last), 0, stop_head)
 
@@ -584,7 +607,7 @@ class Thread:
 
     def _is_long(self, count: Lane) -> Lane:
         """Whether a token's rows cannot be selected four at once."""
-        if not self.facts.takes_short:
+        if not self.params.takes_short:
             return lanes.constant(1, lanes.i1())
         bounds = self._bounds(count)
         stop = where(bounds.first.eq(0), bounds.stop, 0)
@@ -594,7 +617,7 @@ class Thread:
         """Selects the four heads of a token in this warp if that is wanted and works out."""
         found = self.shared + COLUMNS_AT
         row = token.to_i64() * NUM_HEADS + (self.lane >> 3).to_i64()
-        scores = self.scores + row * self.facts.columns
+        scores = self.scores + row * self.params.columns
 
         def from_size(size: int) -> list[Lane]:
             forced = (bounds.front, bounds.back)
@@ -624,8 +647,8 @@ class Thread:
         head, place = index >> 4, index & (TOPK - 1)
         column = (found + index).load()
         row = token.to_i64() * NUM_HEADS + head.to_i64()
-        word = (self.scores + (row * self.facts.columns + column.to_i64())).load()
-        block = column * self.facts.index_scale + self.offset
+        word = (self.scores + (row * self.params.columns + column.to_i64())).load()
+        block = column * self.params.index_scale + self.offset
         self._local_rows.store_words(token, head, [(place, word), (place + TOPK, block)])
 
     @property
@@ -635,28 +658,30 @@ class Thread:
 
     def _bounds(self, count: Lane, offset: Lane | None = None) -> Bounds:
         """Where the candidates and the forced blocks among them lie."""
-        facts = self.facts
+        params = self.params
         return find_bounds(
             count,
             self.offset if offset is None else offset,
-            scale=facts.index_scale,
-            columns=facts.columns,
-            begin=facts.begin,
-            end=facts.end,
+            scale=params.index_scale,
+            columns=params.columns,
+            begin=params.begin,
+            end=params.end,
         )
 
-    def _team(self) -> long_rows.Team:
-        facts, ids = self.facts, (self.facts.index_scale, self.offset)
-        return long_rows.Team(facts.columns, facts.team, ids, self.lane, self.warp, self.shared)
+    def _selector(self) -> long_rows.RowSelector:
+        params, ids = self.params, (self.params.index_scale, self.offset)
+        return long_rows.RowSelector(
+            params.columns, params.warps_per_row, ids, self.lane, self.warp, self.shared
+        )
 
     def _select_row(
         self, token: Lane, head: Lane, bounds: Bounds, loaded: list[Lane] | None = None
     ) -> None:
         """Selects one row (perhaps loaded already): the way for rows of any length and scores."""
-        place = (token.to_i64() * NUM_HEADS + head.to_i64()) * self.facts.columns
-        team = self._team()
-        team.select(Row(**vars(bounds), scores=self.scores + place), loaded)
-        with lanes.when(team.leads):
+        place = (token.to_i64() * NUM_HEADS + head.to_i64()) * self.params.columns
+        selector = self._selector()
+        selector.select(Row(**vars(bounds), scores=self.scores + place), loaded)
+        with lanes.when(selector.leads):
             self._store(token, head)
         lanes.warp_barrier()  # before the shared memory is used again
 

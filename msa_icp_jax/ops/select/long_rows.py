@@ -44,7 +44,7 @@ _CONTENDERS = LIST_ENTRIES  # most that are ranked: two a lane
 _NEG_INF_KEY = NEG_INF_WORD ^ 0x7FFFFFFF
 _FAR = 1 << 30  # an offset as good as any farther one: differences with it fit int32
 
-# Shared memory of one team, in words; entries and maxima are read 16 bytes at a time.
+# Shared memory of a row's warps, in words; entries and maxima are read 16 bytes at a time.
 WORDS_AT = 0  # the 32 words of the row to be stored
 _PICKED_AT = WORDS_AT + 2 * TOPK  # columns of the winners
 _COUNT_AT = _PICKED_AT + TOPK
@@ -52,7 +52,7 @@ SPARE_AT = _COUNT_AT + 1  # three words that nothing here touches
 COLUMNS_AT = _COUNT_AT + 4  # columns of the contenders
 _MAXIMA_AT = COLUMNS_AT + _CONTENDERS
 _ENTRIES_AT = _MAXIMA_AT + _WARP * WARPS
-TEAM_WORDS = _ENTRIES_AT + LIST_WORDS * WARPS
+SHARED_WORDS = _ENTRIES_AT + LIST_WORDS * WARPS
 
 
 def vector_of(columns: int) -> int:
@@ -171,15 +171,15 @@ def _maximum(values: list[Lane]) -> Lane:
 
 
 @dataclasses.dataclass
-class Team:
-    """One thread of the team that selects a row.
+class RowSelector:
+    """One thread of the warps that select a row together.
 
     Attributes:
       columns: columns of the score plane.
       warps: 1 or 4.
       ids: (scale, offset): column c has block id scale c + offset.
       lane, warp: this thread's place in its warp, and its warp's in the warpgroup.
-      shared: the team's shared memory, `TEAM_WORDS` words.
+      shared: the shared memory of the row's warps, `SHARED_WORDS` words.
     """
 
     columns: int
@@ -250,9 +250,9 @@ class Team:
 
     def _column(self, chunk: Lane | int) -> Lane:
         """First column that this lane loads in a chunk."""
-        team, vector = self.warps, self._vector
-        lane = self.lane if team == 1 else self.warp * _WARP + self.lane
-        return int32(0).like(chunk) * (_WARP * team * vector) + lane * vector
+        warps, vector = self.warps, self._vector
+        lane = self.lane if warps == 1 else self.warp * _WARP + self.lane
+        return int32(0).like(chunk) * (_WARP * warps * vector) + lane * vector
 
     def load(self, row: Row) -> list[Lane]:
         """This lane's scores, NaN where a load would leave [front, back).
@@ -277,7 +277,7 @@ class Team:
         return values
 
     def _publish(self, best: Lane) -> None:
-        """Shows this lane's maximum to the team."""
+        """Shows this lane's maximum to the row's other warps."""
         maxima = self.shared + _MAXIMA_AT
         if self.warps == 1:
             (maxima + self.lane).store(best)
@@ -286,7 +286,7 @@ class Team:
         (maxima + (self.warp * _WARP + self.lane)).store(best)
         with lanes.when(self.leads & self.lane.eq(0)):
             (self.shared + _COUNT_AT).store(int32(0))
-        lanes.team_barrier()
+        lanes.warpgroup_barrier()
 
     def _threshold(self, row: Row) -> Lane:
         """Key of the need-th largest of the lanes' maxima."""
@@ -311,7 +311,7 @@ class Team:
 
     def _collect(self, values: list[Lane], threshold: Lane, row: Row) -> Lane:
         """Writes up to 64 of the columns that reach the threshold; returns how many reach it."""
-        team, vector = self.warps, self._vector
+        warps, vector = self.warps, self._vector
         masks = []
         for start in range(0, len(values), _WARP):
             masks.append(lanes.which_reach(values[start : start + _WARP], threshold))
@@ -323,7 +323,7 @@ class Team:
         upto = lanes.warp_prefix_sum(number, self.lane)
         total = lanes.warp_from(upto, _WARP - 1)
         place = edges + upto - number
-        if team > 1:
+        if warps > 1:
             base = lanes.choose(
                 self.lane.eq(0),
                 [i32()],
@@ -343,8 +343,8 @@ class Team:
                 return [place + 1, mask & (mask - 1)]
 
             place, _ = lanes.repeat_while([place, mask], lambda _, mask: mask.ne(0), write_one)
-        if team > 1:
-            lanes.team_barrier()
+        if warps > 1:
+            lanes.warpgroup_barrier()
             return edges + (self.shared + _COUNT_AT).load()
         found = edges + total
         lanes.warp_barrier()
@@ -367,11 +367,11 @@ class Team:
         Columns below the threshold cannot win, which leaves few to insert in most rows. Places
         that are not taken get column -1.
         """
-        team = self.warps
-        warp = self.warp & (team - 1)
+        warps = self.warps
+        warp = self.warp & (warps - 1)
         entries = self.shared + (warp * LIST_WORDS + _ENTRIES_AT)
         best = RunningTop16(entries, row.need, self.lane)
-        share = ((row.open + (team * _WARP - 1)) >> (5 + team.bit_length() - 1)) << 5
+        share = ((row.open + (warps * _WARP - 1)) >> (5 + warps.bit_length() - 1)) << 5
         start = row.front + warp * share
         stop = lanes.minimum(start + share, row.back)
 
@@ -395,7 +395,7 @@ class Team:
         with lanes.when(self.lane < TOPK):
             found = entry_column((entries + self.lane * 2).load(i64()))
             (self.shared + COLUMNS_AT + place).store(where(self.lane < held, found, -1))
-        lanes.team_barrier() if team > 1 else lanes.warp_barrier()
+        lanes.warpgroup_barrier() if warps > 1 else lanes.warp_barrier()
 
     def _finish(self, row: Row, count: Lane) -> None:
         """Ranks the contenders and puts the winners in their places."""
