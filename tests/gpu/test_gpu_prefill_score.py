@@ -266,7 +266,7 @@ def test_rows_are_the_selection_of_the_kernels_own_scores(world_size, page_size,
 @pytest.mark.parametrize("form", ["fast", "exact", "integers", "bfloat16"])
 @pytest.mark.parametrize(("world_size", "page_size"), _SHARDS)
 def test_rows_of_a_large_window(monkeypatch, world_size, page_size, form):
-    """Every CTA has a share: 4,160 tokens of three segments. Quick: with integer maxima."""
+    """Every CTA has a share: 4,160 tokens of three segments. Integers: with integer maxima."""
     monkeypatch.setattr(config, "LONG_STEPS", 0 if form == "integers" else float("inf"))
     precision = "exact" if form == "exact" else "fast"
     rng = np.random.default_rng(7)
