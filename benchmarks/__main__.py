@@ -13,7 +13,7 @@ from typing import Any
 # Leaves room for torch on the same GPU; must come before JAX starts.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-STAGES = ("score", "select", "local", "fused-local", "merge", "chain", "jax-chain")
+STAGES = ("score", "select", "local", "fused-local", "merge", "chain", "jax-chain", "host")
 BACKENDS = ("mosaic", "xla", "torch", "torch_compile", "flashinfer", "flashinfer-no-icp", "vllm")
 _RUN = """
 Times one rank's share of every work point and compares it with its floor: bytes over the rate at
@@ -29,6 +29,7 @@ stages
   merge         the ids chosen, from all ranks' candidate rows
   chain         local with merge behind it, the other ranks' rows being there (decode)
   jax-chain     a layer of one jitted program of many, by transport (decode, Hopper)
+  host          what a torch decode costs the host (Hopper); `python -m benchmarks.host`: it alone
 backends
   mosaic        the package's kernels, on Hopper GPUs; xla: its portable definition
   torch         torch as one would write it; torch_compile: the same, compiled
@@ -40,7 +41,6 @@ Rows replace those of the result file that measure the same and leave the others
 H200, XLA and torch.compile minutes more, the small cases a quarter of a minute on a CPU.
 """
 _PROGRAMS = """programs of their own (--help)
-  python -m benchmarks.host                                    the host's time of a torch decode
   torchrun --nproc-per-node 2 -m benchmarks.exchange --out F   the exchange between GPUs
   python -m benchmarks.jax_chain --out F                       the same inside a jitted program
   python tools/tune.py KERNEL FIELD=VALUE,...                  other values of a kernel's tuning

@@ -184,9 +184,10 @@ class Host:
     backend: str = "mosaic"
     target: float | None = None
     precision = "exact"
+    stages = ("host",)
 
 
-Case = Decode | Prefill | Alone
+Case = Decode | Prefill | Alone | Host
 
 
 def decode(name: str, batch: int, context: int, *more: Any, each: int = 1) -> Decode:
@@ -260,7 +261,7 @@ HOST = (
     Host("decode-dlpack-eager", target=35.0),
 )
 
-FULL: tuple[Case, ...] = (*DECODE, *ALONE, *PREFILL, *BF16, *ADVERSARIAL)
+FULL: tuple[Case, ...] = (*DECODE, *ALONE, *PREFILL, *BF16, *ADVERSARIAL, *HOST)
 QUICK: tuple[Case, ...] = (  # without a GPU
     Decode("quick-decode", (1024, 700, 3000), (2, 2, 2), 4),
     Prefill("quick-prefill", (512, 300), (40, 24), 2),

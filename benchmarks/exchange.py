@@ -205,12 +205,8 @@ def start_together() -> None:
 # ---- the program ----
 
 
-def main(arguments: Sequence[str]) -> int:
-    return refusing(_main, parser_of(__doc__).parse_args(arguments))
-
-
-def _ranks() -> int:
-    """How many processes take part; `Refused` where they can't."""
+def _ranks() -> tuple[int, int]:
+    """This process's rank, and how many there are; `Refused` where it can't take part."""
     if importlib.util.find_spec("torch") is None:
         raise Refused("this Python has no torch; `make bench CUDA=13` sets up one that has")
     gpus = importlib.import_module("torch").cuda.device_count()
@@ -219,21 +215,20 @@ def _ranks() -> int:
     ranks = os.environ.get("WORLD_SIZE", "") if "LOCAL_RANK" in os.environ else "no"
     if ranks not in ("2", "4"):
         raise Refused(f"it takes 2 or 4 processes of torchrun, there are {ranks}")
-    return int(ranks)
+    return int(os.environ["LOCAL_RANK"]), int(ranks)
 
 
 def _main(parsed: Any) -> int:
-    world_size = _ranks()
+    rank, world_size = _ranks()
     results.prepare(parsed.out)
     import torch
     import torch.distributed as dist
 
-    start, rank = time.monotonic(), int(os.environ["LOCAL_RANK"])
+    start = time.monotonic()
     torch.cuda.set_device(rank)
     jax.config.update("jax_default_device", jax.devices()[rank])
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    device = f"{torch.cuda.get_device_name()} x{world_size}"
-    ceilings = timing.ceilings(torch)
+    device, ceilings = f"{torch.cuda.get_device_name()} x{world_size}", timing.ceilings(torch)
     setting = results.Setting(device, str(torch.__version__), ceilings, parsed.commit)
     cases = of_ranks(world_size)
     pool = Pool(cases, GPU_STREAM_BYTES)
@@ -248,10 +243,9 @@ def _main(parsed: Any) -> int:
             every: list[Any] = [None] * world_size
             dist.all_gather_object(every, over(backend, case, inputs, rank))
             times = max(every, key=lambda times: times.median)
+            alone = alone or times.median  # of "none", the first
             more = {"payload_bytes": payload(case, backend)}
-            if backend == "none":
-                alone = times.median
-            else:
+            if backend != "none":
                 more["added_us"] = round(times.median - alone, 3)
             key = (case.name, "chain", backend, "exact")
             row = setting.row(key, times, case.floor("chain").us(ceilings), **more)
@@ -260,6 +254,10 @@ def _main(parsed: Any) -> int:
                 results.save(parsed.out, [row])
     dist.destroy_process_group()
     return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    return refusing(_main, parser_of(__doc__).parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ what is timed is the host's work alone. The kernels' answers are checked.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,9 +21,8 @@ from unittest import mock
 
 import numpy as np
 
-from benchmarks import check
-from benchmarks.__main__ import parser_of, refusing
-from benchmarks.cases import HOST, decode
+from benchmarks import __main__, check
+from benchmarks.cases import decode
 from benchmarks.exchange import Rank
 from benchmarks.stages import Pool
 from benchmarks.timing import Times, on_clock
@@ -135,21 +133,8 @@ def _times(call: Callable[[int], Any], each: int, before: Callable[[], Any] = li
     return found
 
 
-def _main(parsed: Any) -> int:
-    if importlib.util.find_spec("torch"):
-        import msa_icp_torch  # noqa: F401  (before JAX takes the GPU's memory)
-    from benchmarks.run import Item, Machine, Runner  # it measures by this module
-
-    machine = Machine()
-    out = parsed.out or machine.default_out
-    wanted = [Item(case, "host", case.backend, "exact") for case in HOST if machine.mosaic]
-    status = Runner(machine, wanted, out, parsed.budget_seconds, parsed.commit).run(["host"])
-    return status if machine.mosaic else 0
-
-
 def main(arguments: Sequence[str]) -> int:
-    parser = parser_of(__doc__, out="<device>.json", budget=120.0)
-    return refusing(_main, parser.parse_args(arguments))
+    return __main__.main(["--stages", "host", *arguments])
 
 
 if __name__ == "__main__":

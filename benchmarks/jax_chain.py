@@ -15,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import check
 from benchmarks.__main__ import parser_of, refusing
-from benchmarks.cases import INIT_BLOCKS, LOCAL_BLOCKS, PREFILL, RANK, Decode, Prefill, of_ranks
+from benchmarks.cases import INIT_BLOCKS, LOCAL_BLOCKS, RANK, Decode, of_ranks
 from benchmarks.results import Refused
 from benchmarks.stages import POISON, Arrays, Inputs, plan_options
 from benchmarks.timing import Times, on_clock
@@ -40,31 +41,25 @@ from msa_icp_jax.rows import ROW_WORDS
 peer_comm = importlib.import_module("peer_comm")  # of the tests, as the oracle of `check`
 
 ALONE = ("none", "one-sided-legacy", "one-sided-tagged")
-TRANSPORTS = {
-    Decode: ("none", "all-to-all", "collective", "one-sided-legacy", "one-sided-tagged"),
-    Prefill: ("none", "all-to-all", "collective"),
-}
+TRANSPORTS = ("none", "all-to-all", "collective", "one-sided-legacy", "one-sided-tagged")
 AXIS, BACKEND = "icp", "mosaic"
 # Launched one by one, kernels start under their predecessors' ends; in XLA's graphs they do not.
 OPTIONS = {"xla_gpu_enable_command_buffer": ""}
 _LAYERS, _LOOPS = 6, 8  # of a loop's body: whole turns of the three slots; and how often it runs
 _CALLS, _ROUNDS = (1, 4), 7
 _NAPS = 2500  # some milliseconds
-_READ = {Decode: ("queries", "keys", "table", "lens", "counts")}
-_READ[Prefill] = ("queries", "keys", "table", "plan")
-_INPUTS = {"counts", *_READ[Decode], *_READ[Prefill]}
+_READ = ("queries", "keys", "table", "lens", "counts")
 _SPIN_LIMIT = 1 << 22  # looks, some seconds
 
 
-def compile_for(case: Any, transport: str, mesh: Mesh | None, structs: Inputs, sets: int) -> Any:
-    """The compiled program, from shapes of one rank's inputs."""
+def compile_for(case: Decode, transport: str, mesh: Mesh | None, inputs: Inputs, sets: int) -> Any:
+    """The compiled program, from shapes of one rank's inputs with one set."""
     chain = Chain(case, transport, mesh)
-    arguments = chain.abstract(structs, sets)
-    return chain.jitted(arguments).lower(*arguments).compile()
+    return chain.jitted.lower(*chain.abstract(inputs, sets)).compile()
 
 
 def measure(
-    case: Any, inputs: Inputs, transport: str, mesh: Mesh | None = None, program: Any = None
+    case: Decode, inputs: Inputs, transport: str, mesh: Mesh | None = None, program: Any = None
 ) -> Times:
     """Checks the chain of a case over a transport of `TRANSPORTS` and times a layer of it.
 
@@ -86,9 +81,10 @@ def measure(
 class Chain:
     """A case's layers over a transport, and the arrays that they take."""
 
-    def __init__(self, case: Any, transport: str, mesh: Mesh | None) -> None:
+    def __init__(self, case: Decode, transport: str, mesh: Mesh | None) -> None:
         one_sided.SPIN_LIMIT = _SPIN_LIMIT
         self.case, self.transport, self.mesh = case, transport, mesh
+        self._one_sided = transport.startswith("one-sided")
         self.plan = prepare_msa_icp_indexer(
             rank=None if mesh else RANK,
             backend=BACKEND,
@@ -98,30 +94,25 @@ class Chain:
         self._devices = list(mesh.devices.flat) if mesh else jax.devices()[:1]
         self._layer_once = jax.jit(self._layer)  # traced once, however often it is called
 
-    @property
-    def _one_sided(self) -> bool:
-        return self.transport.startswith("one-sided")
-
     # ---- arrays ----
 
-    def abstract(self, structs: Inputs, sets: int) -> tuple[Any, ...]:
+    def abstract(self, inputs: Inputs, sets: int) -> tuple[Any, ...]:
         """The arguments of the program, from shapes of arrays."""
-        state = jax.eval_shape(self._buffers)
+        state, geometry = jax.eval_shape(self._buffers), self.plan.geometry
         if self._one_sided:
-            geometry = self.plan.geometry
             shapes = comm_shapes(geometry.world_size, geometry.max_decode_tokens, one_sided=True)
             words = {k: jax.ShapeDtypeStruct(x, np.int32) for k, x in shapes.items() if x[0]}
             nothing: Any = dict.fromkeys(shapes, NO_ROWS)
             state["comm"] = MSAIcpComm(**(nothing | words))
-        return self._placed(structs.fixed, structs.sets * min(sets, _LAYERS), state)
+        return self._placed(Inputs(inputs.fixed, inputs.sets * min(sets, _LAYERS)), state)
 
     @contextlib.contextmanager
     def running(self, inputs: Inputs, program: Any = None) -> Iterator[None]:
         """The program with arrays, one-sided storage among them."""
-        arguments = self._placed(inputs.fixed, inputs.sets[:_LAYERS], self._buffers())
+        arguments = self._placed(inputs, self._buffers())
         self._fixed, self._sets, self._state = arguments
         with self._storage(self._state):
-            self._program = program or self.jitted(arguments).lower(*arguments).compile()
+            self._program = program or self.jitted.lower(*arguments).compile()
             words = [jax.device_put(np.zeros(1, np.int32), x) for x in self._devices]
             self._words = list(map(_nap, words))  # compiles
             yield
@@ -145,38 +136,38 @@ class Chain:
         by_owner = (geometry.world_size, geometry.heads_per_rank, tokens, ROW_WORDS)
         plane = np.full((tokens, NUM_HEADS, geometry.score_columns), POISON, np.float32)
         state: Arrays = {"scores": plane, "output": _words(tokens, by_owner[1], TOPK)}
-        if isinstance(self.case, Prefill):
-            state["rows"] = _words(NUM_HEADS, tokens, ROW_WORDS)
-        elif self.transport == "all-to-all":
+        if self.transport == "all-to-all":
             state["rows"] = _words(*by_owner)
         elif self.transport == "none":  # every layer's: else only the last ones would be wanted
             state["every"] = [_words(*by_owner) for _ in range(_LAYERS)]
         return state
 
-    def _placed(self, fixed: Arrays, sets: Sequence[Arrays], state: Arrays) -> tuple[Any, ...]:
+    def _placed(self, inputs: Inputs, state: Arrays) -> tuple[Any, ...]:
         """All ranks' arguments, of each of which every rank's part is as given."""
+
+        def replicated(arrays: Arrays) -> Arrays:
+            return {name: self._place(P(), arrays[name]) for name in _READ if name in arrays}
 
         def spread(spec: P, tree: Any) -> Any:
             return jax.tree.map(functools.partial(self._place, spec), tree)
 
-        def place(part: Arrays) -> Arrays:
-            return spread(P(), {name: x for name, x in part.items() if name in _INPUTS})
+        specs = {name: self._specs[name] for name in state}
+        placed = jax.tree.map(spread, specs, state, is_leaf=lambda x: isinstance(x, P))
+        return replicated(inputs.fixed), [replicated(x) for x in inputs.sets[:_LAYERS]], placed
 
-        specs, is_spec = self._specs(state), lambda x: isinstance(x, P)
-        placed = jax.tree.map(spread, specs, state, is_leaf=is_spec)
-        return place(fixed), [place(one) for one in sets], placed
-
-    def _specs(self, state: Arrays) -> Arrays:
-        return {name: self.plan.comm_specs() if name == "comm" else P(AXIS) for name in state}
+    @property
+    def _specs(self) -> Arrays:
+        specs = dict.fromkeys(jax.eval_shape(self._buffers), P(AXIS))
+        return specs | ({"comm": self.plan.comm_specs()} if self._one_sided else {})
 
     def _place(self, spec: P, local: Any) -> Any:
         """An array or a struct of which every rank has `local` as its part."""
         abstract = isinstance(local, jax.ShapeDtypeStruct)
         if self.mesh is None:
             return local if abstract else jax.device_put(local, may_alias=False)
-        wide = [*(axis is not None for axis in spec), *[False] * local.ndim]
         size, sharding = self.mesh.size, NamedSharding(self.mesh, spec)
-        shape = tuple(n * size if w else n for n, w in zip(local.shape, wide, strict=False))
+        axes = itertools.zip_longest(local.shape, spec)
+        shape = tuple(n * size if axis else n for n, axis in axes)
         if abstract:
             return jax.ShapeDtypeStruct(shape, local.dtype, sharding=sharding)
         parts = [jax.device_put(local, device, may_alias=False) for device in self._devices]
@@ -184,7 +175,8 @@ class Chain:
 
     # ---- the program ----
 
-    def jitted(self, arguments: tuple[Any, ...]) -> Any:
+    @property
+    def jitted(self) -> Any:
         """The program of (fixed arrays, sets, state), which it gives back."""
 
         def run(fixed: Any, sets: Any, state: Arrays) -> Arrays:
@@ -201,41 +193,26 @@ class Chain:
 
             return lax.fori_loop(0, _LOOPS, once, state)
 
-        mapped: Callable[..., Any] = run
         if self.mesh:
-            specs = self._specs(arguments[2])
-            options: Any = {"in_specs": (P(), P(), specs), "out_specs": specs, "check_vma": False}
-            mapped = jax.shard_map(run, mesh=self.mesh, **options)
-        return jax.jit(mapped, donate_argnums=2, compiler_options=OPTIONS)
+            options: Any = {"in_specs": (P(), P(), self._specs), "out_specs": self._specs}
+            run = jax.shard_map(run, mesh=self.mesh, check_vma=False, **options)
+        return jax.jit(run, donate_argnums=2, compiler_options=OPTIONS)
 
     def _layer(self, arrays: Arrays, state: Arrays, slot: Any) -> tuple[Arrays, Any]:
         """The state behind a layer; and rows that no buffer of it holds."""
-        plan, read = self.plan, [arrays[name] for name in _READ[type(self.case)]]
-        if isinstance(self.case, Prefill):
-            return self._prefill(read, arrays["counts"], state), None
+        plan, read = self.plan, [arrays[name] for name in _READ]
         if self.transport == "all-to-all":
             return state | {"rows": exchange(state["rows"], AXIS)}, None
         options: Arrays = {"decode_query_len": self.case.query_len}
         if self.transport == "none":
             rows, scores, _ = plan.decode_local(*read, state["scores"], **options)
             return state | {"scores": scores}, rows
-        if "comm" in state:
+        if self._one_sided:
             options |= {"slot": slot, "tagged": self.transport == "one-sided-tagged"}
             options["comm"] = state["comm"]
         output, scores, comm = plan.decode(*read, state["scores"], state["output"], **options)
-        state = state | {"scores": scores, "output": output}
-        return state | ({} if comm is None else {"comm": comm}), None
-
-    def _prefill(self, read: list[Any], counts: Any, state: Arrays) -> Arrays:
-        if self.transport == "all-to-all":
-            received = self.plan.prefill_exchange(state["rows"])
-            return state | {"rows": received.reshape(state["rows"].shape)}
-        written = (state["scores"], counts, state["rows"])
-        if self.transport == "none":
-            rows, scores = self.plan.prefill_local(*read, *written)
-            return state | {"scores": scores, "rows": rows}
-        output, rows, scores = self.plan.prefill(*read, *written, state["output"])
-        return {"output": output, "scores": scores, "rows": rows}
+        written = {"scores": scores, "output": output, "comm": comm}
+        return state | {name: written[name] for name in state}, None
 
     # ---- running it ----
 
@@ -260,21 +237,19 @@ class Chain:
 
     def check(self) -> None:
         """Raises `check.Mismatch` unless a call's last layer found what it should."""
-        state, before = self._state, None
+        state = self._state
         if self.transport == "all-to-all":
-            # Every other exchange undoes the one before it, and a program has an even number.
             before = np.asarray(state["rows"])
-        self.call()
-        if before is not None:
+            self.call()  # every other exchange undoes the one before it; it has an even number
             if not np.array_equal(before, np.asarray(state["rows"])):
                 raise check.Mismatch("an all-to-all that is undone leaves other rows")
             return
+        self.call()
         tokens = check.sample(self.case.tokens)
         counts = np.asarray(self._fixed["counts"])[tokens]
         planes = [np.ascontiguousarray(x[tokens]) for x in self._parts(state["scores"])]
         if self.transport == "none":
-            last = self._parts(state["rows"] if "rows" in state else state["every"][-1])
-            for plane, rows in zip(planes, last, strict=True):
+            for plane, rows in zip(planes, self._parts(state["every"][-1]), strict=True):
                 found = rows.reshape(NUM_HEADS, -1, ROW_WORDS)[:, tokens]
                 check.check_rows(len(tokens), plane, counts, found)
             return
@@ -310,16 +285,13 @@ def _message(plane: np.ndarray, counts: np.ndarray, world_size: int) -> np.ndarr
 # ---- two GPUs ----
 
 
-CASES = (*of_ranks(2), *(case for case in PREFILL if case.name in ("p-8k-w2", "p-32k-w2")))
-
-
 def _main(parsed: Any) -> int:
     from benchmarks.run import Machine, Runner, chain_items  # it measures by this module
 
     gpus = [x for x in jax.devices() if getattr(x, "compute_capability", "") == "9.0"]
     if len(gpus) < 2:
         raise Refused(f"it takes two Hopper GPUs in one process, JAX sees {len(gpus)}")
-    wanted = [item for case in CASES for item in chain_items(case, TRANSPORTS[type(case)])]
+    wanted = [item for case in of_ranks(2) for item in chain_items(case, TRANSPORTS)]
     mesh = jax.make_mesh((2,), (AXIS,), axis_types=(AxisType.Auto,), devices=gpus[:2])
     given = (parsed.out, parsed.budget_seconds, parsed.commit, mesh)
     return Runner(Machine(), wanted, *given).run(["mosaic"])

@@ -99,31 +99,25 @@ def _fault(row: Any) -> str | None:
     """What is wrong with a row, or None."""
     if not isinstance(row, dict):
         return f"it is {type(row).__name__}, not an object"
-    spread = row.get("spread_us")
-    if not isinstance(spread, list) or len(spread) != 2:
-        return f"spread_us is {_shown(spread)}, not [smallest, largest]"
-    needed = (*KEY, "median_us", "spread_us", "largest_us", *(_SIZES if "bytes" in row else ()))
-    fields = dict.fromkeys(needed) | row | {"spread_us": spread[0], "largest_us": spread[1]}
-    for name, x in fields.items():
-        if not (x is None and name not in needed) and not _fits_its_name(name, x):
-            return f"{name} is {_shown(x)}"
-    if not row["median_us"] > 0 or not spread[0] <= row["median_us"] <= spread[1]:
-        return f"median_us {row['median_us']} is 0 or outside spread_us {spread}"
-    return None
+    needed = (*KEY, "median_us", "spread_us", *(_SIZES if "bytes" in row else ()))
+    for name, x in (dict.fromkeys(needed) | row).items():
+        if (x is not None or name in needed) and not _fits_its_name(name, x):
+            return f"{name} is {type(x).__name__ if isinstance(x, list | dict) else repr(x)}"
+    median, (low, high) = row["median_us"], row["spread_us"]
+    inside = median > 0 and low <= median <= high
+    return None if inside else f"median_us {median} is 0 or outside spread_us {low, high}"
 
 
 def _fits_its_name(name: str, x: Any) -> bool:
     if name in (*KEY, *_TEXTS):
         return isinstance(x, str) and (x != "" or name not in KEY)
+    if name == "spread_us":
+        return isinstance(x, list) and len(x) == 2 and all(_fits_its_name("_us", y) for y in x)
     if name in _SIZES:
         return type(x) is int and 0 <= x < _LARGEST
     if name.endswith(_UNITS):  # what is added may be less than the noise
         return type(x) in (int, float) and (name == "added_us" or x >= 0) and abs(x) < _LARGEST
     return not isinstance(x, list | dict)
-
-
-def _shown(x: Any) -> str:
-    return type(x).__name__ if isinstance(x, list | dict) else repr(x)
 
 
 # ---- files ----
