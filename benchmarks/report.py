@@ -35,6 +35,7 @@ TRANSPORTS = {"none": "kernels alone", "nccl": "NCCL"} | _ONE_SIDED
 IN_JAX = {"none": "score, select", "all-to-all": "all_to_all alone", "collective": "all_to_all"}
 IN_JAX |= _ONE_SIDED | {"host": "the host's part"}
 _SUMMARY = ("d-b1-1m-w4", "d-b32-128k-w4", "d-b128-16k-w4", "p-32k-w4", "p-128k-w4")
+_NOT_YET = "\nNot measured yet.\n\n"
 _CASES: dict[str, Any] = {case.name: case for case in (*FULL, *HOST)}
 
 
@@ -267,6 +268,8 @@ def performance() -> str:
 def sweep() -> str:
     """docs/scaling.md: the sweep and the fitted model."""
     rows = sorted(_Figures(SWEEP).rows.values(), key=lambda x: (x["world_size"], x["batch"]))
+    if not rows:
+        return _NOT_YET
     contexts = {n: short(n) for n in sorted({row["context"] for row in rows})}
     texts = ["Measured:", origin(rows)]
     for world_size in dict.fromkeys(row["world_size"] for row in rows):
@@ -284,14 +287,14 @@ def sweep() -> str:
 def exchange() -> str:
     """docs/scaling.md: the chain between GPUs."""
     rows = [x for x in _Figures(PAIR).rows.values() if x["stage"] == "chain"]
-    added = (f" (+ {_us(x['added_us'])})" if "added_us" in x else "" for x in rows)
+    added = [f" (+ {_us(x['added_us'])})" if x.get("added_us") is not None else "" for x in rows]
     shown = [
         (_named(x["case"]), x["backend"], _us(x["median_us"]) + more)
         for x, more in zip(rows, added, strict=True)
     ]
     table = _pivot("score, select, exchange, merge", TRANSPORTS, shown)
     said = "Medians, and what a transport adds to the kernels alone; the spreads are in "
-    return _paragraphs(origin(rows), table, f"{said}`{PAIR.name}`.")
+    return _paragraphs(origin(rows), table, f"{said}`{PAIR.name}`.") if rows else _NOT_YET
 
 
 def jax_chain() -> str:
@@ -302,18 +305,21 @@ def jax_chain() -> str:
         shown = [(_named(x["case"]), x["transport"], _us(x["median_us"])) for x in rows]
         by_host = sorted(rows, key=lambda x: x["host_us"])  # the largest of a line is shown
         shown += [(_named(x["case"]), "host", _us(x["host_us"])) for x in by_host]
-        found += [origin(rows), _pivot("a layer", IN_JAX, shown)]
-    return _paragraphs(*found)
+        found += [origin(rows), _pivot("a layer", IN_JAX, shown)] if rows else []
+    return _paragraphs(*found) if found else _NOT_YET
 
 
 def host() -> str:
     """docs/torch.md: what a torch decode costs the host."""
     figures, lines = _Figures(RESULTS), []
-    op = figures.rows["torch-op", "host", "torch", "exact"]["median_us"]
+    yardstick = figures.rows.get(("torch-op", "host", "torch", "exact"))
+    if not yardstick:
+        return _NOT_YET
     for case in HOST:
         key = (case.name, "host", case.backend, "exact")
+        us = figures.rows[key]["median_us"] if key in figures.rows else None
         line = {"case": case.name, "microseconds of the host": figures.spread(*key)}
-        line["times a torch op"] = f"{figures.rows[key]['median_us'] / op:.1f}"
+        line["times a torch op"] = f"{us / yardstick['median_us']:.1f}" if us else NONE
         lines.append(line | {"target": figures.target(*key)})
     return _paragraphs(figures.origin("host"), _table(lines))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import fnmatch
 import importlib
 import itertools
@@ -28,6 +29,7 @@ _GRAPH_RUNS, _JIT_RUNS = 15, 7
 _GRAPH_US, _JIT_US = 2_000.0, 10_000.0  # that a program should last, at least
 _XLA_OVER_FLOOR = 12.0
 _RESERVE_SECONDS = {"torch_compile": 15}  # of the budget, for one more item; 3 for others
+_GRACE_SECONDS = 30  # past the budget: a hung item is given up, what was measured is saved
 _COMPILING = 12  # of XLA's programs at a time
 _LEAST_KERNELS = 8  # to lower ahead; fewer are done sooner as the run comes to them
 
@@ -222,6 +224,8 @@ class Runner:
         return 1 if self._failed else 0 if self.rows else 2
 
     def _run(self) -> None:
+        if self._end < math.inf:
+            faulthandler.dump_traceback_later(self._end + _GRACE_SECONDS, exit=True)
         if not self.machine.gpu:
             self._say("NOTE: JAX sees no GPU. On a CPU times only tell that everything runs")
         self.draw()
@@ -229,6 +233,7 @@ class Runner:
             self._prepare()
         for item in self.wanted:
             self._attempt(item)
+        faulthandler.cancel_dump_traceback_later()
 
     def draw(self) -> None:
         """Measures the ceilings, and makes the rows of which inputs are taken."""
