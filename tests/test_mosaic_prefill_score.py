@@ -140,17 +140,19 @@ def run(kernel: Any, query: Any, shard: Shard, *arrays: Any, **options: Any) -> 
         gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
+# The window has six units of work, two of them of the first and two of the last of its four tiles:
+# six CTAs cut both, two take two tiles each.
 SCORE_CASES = [
     # shard, pitch, columns, sm_scale, initialize, ctas, form ("long" is fast, too), index_dtype
-    pytest.param(oracle.Shard(1, 4, 128), 32, 8, 1.0, True, 5, "fast", _FLOAT8, id="w4-p128"),
+    pytest.param(oracle.Shard(1, 4, 128), 32, 8, 1.0, True, 6, "fast", _FLOAT8, id="w4-p128"),
     pytest.param(
-        oracle.Shard(2, 4, 128, 8), 48, 9, -0.5, False, 2, "long", _FLOAT8, id="w4-p128-compound"
+        oracle.Shard(2, 4, 128, 8), 48, 9, -0.5, False, 6, "long", _FLOAT8, id="w4-p128-compound"
     ),
     pytest.param(
-        oracle.Shard(1, 2, 128), 64, 4, 1.0, True, 3, "exact", _FLOAT8, id="w2-p128-narrow-exact"
+        oracle.Shard(1, 2, 128), 64, 4, 1.0, True, 6, "exact", _FLOAT8, id="w2-p128-narrow-exact"
     ),
-    pytest.param(oracle.Shard(0, 2, 256), 128, 6, 0.25, False, 3, "long", _FLOAT8, id="w2-p256"),
-    pytest.param(oracle.Shard(1, 4, 128), 32, 8, 1.0, True, 5, "fast", _BF16, id="w4-p128-bf16"),
+    pytest.param(oracle.Shard(0, 2, 256), 128, 6, 0.25, False, 6, "long", _FLOAT8, id="w2-p256"),
+    pytest.param(oracle.Shard(1, 4, 128), 32, 8, 1.0, True, 6, "fast", _BF16, id="w4-p128-bf16"),
     pytest.param(
         oracle.Shard(1, 2, 256, 8), 144, 6, -0.5, False, 2, "exact", _BF16, id="w2-p256-bf16"
     ),
@@ -190,11 +192,11 @@ def test_candidates_past_the_causal_prefix_are_hidden():
     actual = run(
         kernel.candidate_scores,
         *arrays_of(given, shard),
-        WINDOW.plan(3),
+        WINDOW.plan(6),
         before,
         jnp.asarray(counts, jnp.int32),
         forced=Forced(0, 1),
-        launch=race_free.interpreter(3, False, "fast"),
+        launch=race_free.interpreter(6, False, "fast"),
     )
     plane = reference(WINDOW, given, columns, shard)
     ids = np.arange(columns) * shard.index_scale + shard.index_offset
@@ -205,7 +207,7 @@ def test_candidates_past_the_causal_prefix_are_hidden():
 
 ROW_CASES = [
     # shard, pitch, forced begin and end, ctas, precision, index_dtype
-    pytest.param(oracle.Shard(1, 2, 128, 16), 80, 2, 3, 6, "fast", _FLOAT8, id="w2-p128-compound"),
+    pytest.param(oracle.Shard(1, 2, 128, 16), 80, 2, 3, 2, "fast", _FLOAT8, id="w2-p128-compound"),
     pytest.param(oracle.Shard(3, 4, 256), 64, 1, 2, 9, "fast", _FLOAT8, id="w4-p256"),
     pytest.param(oracle.Shard(2, 4, 128), 32, 1, 2, 5, "fast", _BF16, id="w4-p128-bf16"),
 ]

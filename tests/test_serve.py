@@ -43,16 +43,17 @@ def test_continuous_batching_on_2_and_4_ranks() -> None:
 
     2 ranks share a device, as on a single GPU, and have a program for few requests besides.
     """
-    params = model.init_params(CONFIG)
-    one_bucket = dataclasses.replace(CONFIG, decode_buckets=(CONFIG.slots,))
+    config = dataclasses.replace(CONFIG, layers=2)
+    params = model.init_params(config)
+    one_bucket = dataclasses.replace(config, decode_buckets=(config.slots,))
     servers = {
-        "2 ranks": Server(CONFIG, params, 2),
+        "2 ranks": Server(config, params, 2),
         "4 ranks": Server(one_bucket, params, 4, cli.device_mesh(4)),
         "reference": Server(one_bucket, params, None),
     }
     assert cli.SERVERS == {"2 ranks": 2, "4 ranks": 4, "reference": None}
-    runs = {name: cli.serve(server, Workload(CONFIG), STEPS) for name, server in servers.items()}
-    result = cli.verdict(CONFIG, params, runs)
+    runs = {name: cli.serve(server, Workload(config), STEPS) for name, server in servers.items()}
+    result = cli.verdict(config, params, runs)
     requests = runs["2 ranks"].requests
     assert result["identical"]
     assert result["recompilations"] == 0
