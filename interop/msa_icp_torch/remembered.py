@@ -291,7 +291,7 @@ def _spans(tensors: tuple[torch.Tensor, ...]) -> list[_Span]:
 def _is_inside_storage(tensor: torch.Tensor, size: int) -> bool:
     """Whether a contiguous tensor of this many bytes lies in its storage, which may have shrunk."""
     start = tensor.storage_offset() * tensor.dtype.itemsize
-    return not size or start + size <= tensor.untyped_storage().nbytes()
+    return not size or bool(start + size <= tensor.untyped_storage().nbytes())
 
 
 def _is_apart(i: int, spans: list[_Span], comm_spans: list[_Span]) -> bool:
@@ -337,8 +337,9 @@ def _guarded_look_for(
     """
     from torch._C._dynamo.guards import TensorGuards  # not public
 
-    sizes = [list(form[2]) for form in forms]
-    strides = [list(form[3]) for form in forms]
+    # A list for each tensor, which torch's stub does not say.
+    sizes: Any = [list(form[2]) for form in forms]
+    strides: Any = [list(form[3]) for form in forms]
     return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
