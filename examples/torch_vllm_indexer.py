@@ -16,6 +16,8 @@ To put it into vLLM:
 - The indexer's cache holds a rank's rows of every page, so the spec that asks for its memory counts
   `page_size / W` rows of 128 bytes a page. Tables and slots stay as they are.
 - `insert` takes the place of the store that vLLM fuses into the norms and the rotation.
+- Keys are float8 here. For bfloat16 keys, vLLM's default: `index_dtype="bfloat16"`, buffers and
+  cache of torch.bfloat16, `x.to(torch.bfloat16)` for `msa_icp_quantize_index`, rows of 256 bytes.
 - Under full CUDA graphs a slot is fixed when it is captured: the number of sparse layers must be a
   multiple of 3 then (57 in MiniMax-M3).
 """

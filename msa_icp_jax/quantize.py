@@ -18,7 +18,7 @@ def msa_icp_quantize_index(x: Float[Array, "*shape"]) -> Float8e4m3fn[Array, "*s
     """Rounds index queries or keys to float8_e4m3fn: to nearest, ties to even, saturating.
 
     What is larger than 448 becomes 448, infinities too. ``x.astype(jnp.float8_e4m3fn)`` alone
-    makes NaN of it, and products with NaN are skipped: such a key is never found. NaN stays NaN.
+    makes NaN of it, and products with NaN are skipped: such a key never wins. NaN stays NaN.
     There is no scale: a positive one would change no choice of blocks.
 
     Args:
