@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,16 @@ def test_xla_calls_the_function():
 
 def test_a_cpu_has_no_stream():
     assert jax_stream.find_stream(jax.devices("cpu")[0]) is None
+
+
+def test_an_amd_gpu_has_none_that_is_known(monkeypatch):
+    """The function is registered for CUDA alone: a program of ROCm would not find it."""
+    version = tuple(int(x) for x in jaxlib.__version__.split(".")[:2])
+    monkeypatch.setattr(jax_stream, "_VERSIONS", (version,))
+    monkeypatch.setattr(jax_stream, "_run", lambda _: pytest.fail("a program ran"))
+    client = types.SimpleNamespace(platform_version="PJRT C API\nrocm 70000")
+    device: Any = types.SimpleNamespace(platform="gpu", client=client)
+    assert jax_stream.find_stream.__wrapped__(device) is None
 
 
 def test_the_headers_have_these_members():

@@ -147,7 +147,8 @@ def find_stream(device: jax.Device) -> int | None:
     the call.
     """
     version = tuple(int(x) for x in jaxlib.__version__.split(".")[:2])
-    if device.platform != "gpu" or version not in _VERSIONS:
+    # The platform of an AMD GPU is "gpu", too.
+    if "cuda" not in device.client.platform_version or version not in _VERSIONS:
         return None
     _register("CUDA")
     with _lock:
