@@ -21,6 +21,7 @@ from chains import make_plan, random_decode, random_prefill
 torch = pytest.importorskip("torch", reason="torch is not installed (extra torch)")
 
 import torch_inputs  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch_inputs import CPU, decode_step, prefill_window  # noqa: E402
 
 import msa_icp_jax  # noqa: E402
@@ -292,6 +293,35 @@ def test_freed_memory_is_refused_in_a_remembered_call(launched, monkeypatch):
             mine.call()
         assert len(launched.kernels) == launches
         mine.step = mine.step._replace(**{name: kept})
+
+
+class WithoutMemory(torch.Tensor):
+    """What frameworks build on torch wrap, or trace with."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor) -> WithoutMemory:
+        return cls._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("name", [*INPUTS, "scores", "output"])
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_tensor_without_memory_is_refused(launched, monkeypatch, name):
+    """Its address is 0. In a first call, in a later one, and where it came before."""
+    mine = Checked(prepare(), monkeypatch)
+    set_bases(mine.plan, mine.comm)
+    real = getattr(mine.step, name)
+    for _ in range(2):
+        for bad in (WithoutMemory(real), FakeTensorMode().from_tensor(real)):
+            launches = len(launched.kernels)
+            for _ in range(2):
+                with pytest.raises(TypeError, match=rf"^{name} must be .* without memory"):
+                    mine.call(**{name: bad})
+            assert len(launched.kernels) == launches
+        mine.call()
 
 
 @pytest.mark.parametrize("name", ["publish_generations", "errors", "tagged_recv_bases"])

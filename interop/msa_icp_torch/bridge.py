@@ -80,6 +80,8 @@ def check_tensor(
             f"{name} must lie in its storage, which was freed or shrunk: it ends at byte {end} of "
             f"{size}"
         )
+    if value.numel() and not value.data_ptr():
+        raise TypeError(f"{want()}, got a {type(value).__name__} without memory")
 
 
 def _fits(have: int, size: int | AtLeast | None) -> bool:

@@ -223,7 +223,7 @@ class _Remembered:
         """
         self.newest, times = start, self.times + 1 if start == self.newest else 1
         self.times = times
-        if times > _SETTLED or start % alignment or tensors[0].is_nested:
+        if times > _SETTLED or not start or start % alignment or tensors[0].is_nested:
             return None
         if not self.alike(*tensors):
             return None
@@ -254,7 +254,7 @@ class _Remembered:
                 continue
             old_start, old_end, is_written = spans[i]
             end = start + old_end - old_start
-            if i == _INDEX_K or tensor.dtype is _POOL_DTYPE or start % alignment:
+            if i == _INDEX_K or tensor.dtype is _POOL_DTYPE or not start or start % alignment:
                 return None
             if not _is_inside_storage(tensor, end - start):
                 return None
