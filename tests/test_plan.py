@@ -390,7 +390,9 @@ def test_local_prefill_with_a_fixed_rank_needs_no_axis() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tagged", "with_comm"), [(False, False), (True, True)], ids=["bare-legacy", "comm-tagged"]
+    ("tagged", "with_comm"),
+    [(False, False), (True, False), (True, True)],
+    ids=["bare-legacy", "bare-tagged", "comm-tagged"],
 )
 def test_the_halves_of_decode_with_a_transport_of_the_callers(
     tagged: bool, with_comm: bool
