@@ -39,6 +39,17 @@ def resolve_backend(backend: Backend, device: jax.Device | None = None) -> Resol
     return "xla"
 
 
+def check_kernels_run(device: jax.Device) -> None:
+    """Raises where the Mosaic kernels cannot run: they can be built for export there."""
+    capability = getattr(device, "compute_capability", None)
+    if device.platform != "gpu" or capability != "9.0":
+        raise ValueError(
+            'backend "mosaic" runs on Hopper GPUs (compute capability 9.0), got '
+            f"{device.device_kind}: its programs can be lowered and exported here; to run here "
+            'prepare the plan with backend "auto" or "xla"'
+        )
+
+
 def default_device() -> jax.Device:
     """The device of arrays that name none: the configured `jax_default_device`, else the first."""
     chosen = jax.config.jax_default_device

@@ -28,21 +28,38 @@ class AtLeast(NamedTuple):
         return f">={self.size}"
 
 
-def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
-    """Returns `value` as an int; `low` and `high` are inclusive bounds."""
+class Ranks(NamedTuple):
+    """A shape entry of one place for each rank; `size` None allows any number of them."""
+
+    size: int | None
+
+    def __str__(self) -> str:
+        return "ranks" if self.size is None else f"{self.size} ranks"
+
+
+Entry = int | AtLeast | Ranks | None
+
+
+def integer(
+    name: str, value: Any, low: int | None = None, high: int | None = None, *, limit: str = ""
+) -> int:
+    """Returns `value` as an int in [low, high]; `limit` is what sets `high`, in words."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} must be an int{_range(low, high)}, got {_describe(value)}")
+        raise TypeError(f"{name} must be an int{_range(low, high, limit)}, got {_describe(value)}")
     number = int(value)  # numpy's own integers wrap or overflow in what is computed from them
     if (low is not None and number < low) or (high is not None and number > high):
-        raise ValueError(f"{name} must be an int{_range(low, high)}, got {_short(number)}")
+        raise ValueError(f"{name} must be an int{_range(low, high, limit)}, got {_short(number)}")
     return number
 
 
-def integers(name: str, values: Any, low: int, high: int) -> list[int]:
+def integers(name: str, values: Any, low: int, high: int, *, limit: str = "") -> list[int]:
     """Returns a sequence of ints, each within the inclusive bounds, as a list of ints."""
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise TypeError(f"{name} must be a sequence of ints{_range(low, high)}, got {values!r}")
-    return [integer(f"{name}[{i}]", value, low, high) for i, value in enumerate(values)]
+        bounds = _range(low, high, limit)
+        raise TypeError(f"{name} must be a sequence of ints{bounds}, got {values!r}")
+    return [
+        integer(f"{name}[{i}]", value, low, high, limit=limit) for i, value in enumerate(values)
+    ]
 
 
 def flag(name: str, value: Any) -> bool:
@@ -63,12 +80,13 @@ def finite(name: str, value: Any) -> float:
     return float(number)
 
 
-def one_of(name: str, value: Any, allowed: Sequence[Any]) -> Any:
-    """Returns the one of `allowed` that `value` is."""
+def one_of(name: str, value: Any, allowed: Sequence[Any], *, hint: str = "") -> Any:
+    """Returns the one of `allowed` that `value` is; `hint` is what to do with another."""
+    want = f"{name} must be one of {_join(allowed)}"
     if isinstance(value, bool) or not isinstance(value, type(allowed[0]) | np.integer):
-        raise TypeError(f"{name} must be one of {_join(allowed)}, got {_describe(value)}")
+        raise TypeError(f"{want}, got {_describe(value)}{hint}")
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {_join(allowed)}, got {_short(value)}")
+        raise ValueError(f"{want}, got {_short(value)}{hint}")
     return allowed[allowed.index(value)]
 
 
@@ -80,23 +98,50 @@ def index(name: str, value: Any, size: int) -> Any:
     return integer(name, value, 0, size - 1)
 
 
-def array(name: str, value: Any, dtype: Any, *shape: int | AtLeast | None) -> None:
+def array(name: str, value: Any, dtype: Any, *shape: Entry, origin: str = "") -> None:
     """Checks an array's dtype (or one of a tuple of them) and shape.
 
-    A shape entry None allows any size.
+    A shape entry None allows any size; `origin` is where dtype or shape come from, in words.
     """
+
+    def want() -> str:
+        spec = f"{_names(_each(dtype))} array of shape [{sizes(shape)}]"
+        return f"{name} must be {_article(spec)} {spec}{origin and f' ({origin})'}"
+
     if not isinstance(value, jax.Array | np.ndarray):
-        raise TypeError(f"{name} must be {_spec(dtype, shape)}, got {_describe(value)}")
+        raise TypeError(f"{want()}, got {_describe(value)}")
     if not any(value.dtype == allowed for allowed in _each(dtype)):
-        raise TypeError(
-            f"{name} must be {_spec(dtype, shape)}, got dtype {_dtype_name(value.dtype)}"
-        )
-    fits = len(shape) == value.ndim and all(
-        want is None or (have >= want.size if isinstance(want, AtLeast) else have == want)
-        for have, want in zip(value.shape, shape, strict=False)
-    )
-    if not fits:
-        raise ValueError(f"{name} must be {_spec(dtype, shape)}, got shape {list(value.shape)}")
+        raise TypeError(f"{want()}, got dtype {_dtype_name(value.dtype)}")
+    if not fits(value.shape, shape):
+        misfit = axis_misfit(value.shape, shape)
+        raise ValueError(f"{want()}, got shape {list(value.shape)}{misfit}")
+
+
+def fits(have: Sequence[int], want: Sequence[Entry]) -> bool:
+    """Whether a shape is one of those that `want` allows."""
+    return len(have) == len(want) and all(map(_entry_fits, have, want))
+
+
+def _entry_fits(have: int, want: Entry) -> bool:
+    if isinstance(want, AtLeast):
+        return have >= want.size
+    size = want.size if isinstance(want, Ranks) else want
+    return size is None or have == size
+
+
+def sizes(shape: Sequence[Entry]) -> str:
+    """A shape's entries in words."""
+    return ", ".join("any" if size is None else str(size) for size in shape)
+
+
+def axis_misfit(have: Sequence[int], want: Sequence[Entry]) -> str:
+    """Which axis a shape lacks or has too many, to put behind it; empty for any other misfit."""
+    if fits(have[1:], want):
+        return ", an axis too many in front (one rank's or one slot's part is due)"
+    for axis, entry in enumerate(want):
+        if fits(have, [*want[:axis], *want[axis + 1 :]]):
+            return f", which lacks axis {axis}{' of ranks' if isinstance(entry, Ranks) else ''}"
+    return ""
 
 
 def array_of(name: str, value: Any, *dtypes: Any) -> None:
@@ -108,8 +153,16 @@ def array_of(name: str, value: Any, *dtypes: Any) -> None:
         raise TypeError(f"{name} must be {allowed}, got dtype {_dtype_name(value.dtype)}")
 
 
-def host_dtypes(name: str, value: Any, dtype: np.dtype) -> None:
-    """Checks the dtype of a numpy array or scalar, or of those in a pytree; passes all else."""
+def host_value(name: str, value: Any, dtype: np.dtype, kind: type | None = None) -> None:
+    """Checks what a program is given that is no array of JAX: None, or what has a dtype.
+
+    Numpy arrays and scalars must have this `dtype`, those in a pytree of class `kind` too.
+    """
+    if kind is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} must be an {kind.__name__}, got {_describe(value)}")
+    if kind is None and value is not None and not _has_numpy_dtype(value):
+        want = f"{_article(dtype.name)} {dtype.name} array"
+        raise TypeError(f"{name} must be {want}, got {_describe(value)}")
     if not any(isinstance(x, _HOST) and x.dtype != dtype for x in jax.tree.leaves(value)):
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
@@ -132,18 +185,22 @@ def _dtype_name(dtype: Any) -> str:
     return f"{dtype.name} in the other byte order ({dtype.str})"
 
 
-def _range(low: int | None, high: int | None) -> str:
+def _has_numpy_dtype(value: Any) -> bool:
+    """Whether it is an array to JAX, abstract ones included: no list, number or torch tensor."""
+    return isinstance(getattr(value, "dtype", None), np.dtype)
+
+
+def _range(low: int | None, high: int | None, limit: str = "") -> str:
     if low is None and high is None:
         return ""
     if high is None:
         return f" >= {low}"
-    return f" in [{low}, {high}]" if low is not None else f" <= {high}"
+    bounds = f" in [{low}, {high}]" if low is not None else f" <= {high}"
+    return f"{bounds} ({limit})" if limit else bounds
 
 
-def _spec(dtype: Any, shape: Sequence[int | AtLeast | None]) -> str:
-    sizes = ", ".join("any" if size is None else str(size) for size in shape)
-    names = _names(_each(dtype))
-    return f"{'an' if names[0] in 'aeiou' else 'a'} {names} array of shape [{sizes}]"
+def _article(text: str) -> str:
+    return "an" if text[0] in "aeiou" else "a"
 
 
 def _each(dtype: Any) -> tuple[Any, ...]:
@@ -159,7 +216,14 @@ def _join(allowed: Sequence[Any]) -> str:
 
 
 def _describe(value: Any) -> str:
-    return f"{type(value).__name__} {_short(value)}"
+    kind = type(value).__name__
+    if isinstance(value, list | tuple | dict) and any(map(_is_traced, jax.tree.leaves(value))):
+        return f"a {kind} of traced values"
+    return kind if value is None else f"{kind} {_short(value)}"
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer)
 
 
 def _short(value: Any) -> str:

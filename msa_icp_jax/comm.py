@@ -247,7 +247,8 @@ def check_comm(comm: Any, world_size: int, capacity: int, one_sided: bool = Fals
     if not isinstance(comm, MSAIcpComm):
         raise TypeError(f"comm must be an MSAIcpComm, got {type(comm).__name__}")
     for name, shape in comm_shapes(world_size, capacity, one_sided).items():
-        checks.array(f"comm.{name}", getattr(comm, name), jnp.int32, *shape)
+        array = getattr(comm, name)
+        checks.array(f"comm.{name}", array, jnp.int32, *shape, origin="as init_comm makes it")
 
 
 # ---- storage of all ranks of a mesh ----

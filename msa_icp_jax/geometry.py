@@ -48,7 +48,15 @@ def round_up(a: Any, b: int) -> Any:
 
 def check_world_size(world_size: int) -> int:
     """Raises unless `world_size` is 2 or 4."""
-    return checks.one_of("world_size", world_size, WORLD_SIZES)
+    hint = ""
+    if isinstance(world_size, int) and world_size > max(WORLD_SIZES):
+        hint = (
+            ": a group has as many ranks as heads at most; tensor parallelism of 8 is two groups "
+            "of 4 side by side, a pair of ranks to each head (docs/scaling.md)"
+        )
+    elif world_size == 1:
+        hint = ": on one device, a plan of 2 runs its ranks there in a program without a mesh"
+    return checks.one_of("world_size", world_size, WORLD_SIZES, hint=hint)
 
 
 def check_page_size(page_size: int) -> int:
@@ -58,7 +66,8 @@ def check_page_size(page_size: int) -> int:
 
 def check_index_dtype(index_dtype: IndexDtype) -> IndexDtype:
     """Raises unless `index_dtype` is "float8_e4m3fn" or "bfloat16"."""
-    return checks.one_of("index_dtype", index_dtype, INDEX_DTYPES)
+    hint = "" if isinstance(index_dtype, str) else ": give the dtype's name, a str"
+    return checks.one_of("index_dtype", index_dtype, INDEX_DTYPES, hint=hint)
 
 
 def check_num_heads(name: str, value: int) -> int:
@@ -71,9 +80,11 @@ def check_heads_per_rank(world_size: int, heads_per_rank: int) -> int:
     return checks.one_of("heads_per_rank", heads_per_rank, (NUM_HEADS // world_size,))
 
 
-def check_query_len(name: str, value: int, high: int = MAX_QUERY_ROWS // NUM_HEADS) -> int:
-    """Raises unless a decode query length lies in [1, high]."""
-    return checks.integer(name, value, 1, high)
+def check_query_len(
+    name: str, value: int, high: int = MAX_QUERY_ROWS // NUM_HEADS, *, limit: str = ""
+) -> int:
+    """Raises unless a decode query length lies in [1, high]; `limit` is what sets `high`."""
+    return checks.integer(name, value, 1, high, limit=limit)
 
 
 class Forced(NamedTuple):
@@ -236,6 +247,45 @@ class IndexerGeometry:
         """Query tokens of one prefill window: what keeps its score scratch within 256 MiB."""
         row_bytes = NUM_HEADS * self.score_columns * 4
         return min(self.max_num_batched_tokens, WINDOW_SCORE_BYTES // row_bytes)
+
+
+def check_decode_query_len(limits: IndexerGeometry, decode_query_len: int) -> int:
+    """Raises unless a plan's decode takes so many query tokens of a request."""
+    limit = "the plan's max_decode_query_len"
+    most = limits.max_decode_query_len
+    return check_query_len("decode_query_len", decode_query_len, most, limit=limit)
+
+
+def check_decode_tokens(limits: IndexerGeometry, requests: int, query_len: int) -> int:
+    """The query tokens of a decode; raises where a plan takes fewer of them, or of requests."""
+    name, most = "block_table.shape[0] (requests)", limits.max_num_seqs
+    checks.integer(name, requests, 0, most, limit="the plan's max_num_seqs")
+    name, most = "T = requests * decode_query_len", limits.max_decode_tokens
+    limit = "the plan's max_decode_tokens"
+    return checks.integer(name, requests * query_len, 0, most, limit=limit)
+
+
+def check_window(
+    limits: IndexerGeometry, segments: int, total_q: int, max_query_len: int, max_seq_len: int
+) -> dict[str, int]:
+    """The bounds of a prefill query window by name; raises where they pass those of a plan."""
+    name, limit = "qo_segment_lens.shape[0] (segments)", "the plan's max_num_seqs"
+    checks.integer(name, segments, 0, limits.max_num_seqs, limit=limit)
+    bounds = {}
+    for name, value, limit in (
+        ("total_q", total_q, "max_num_batched_tokens"),
+        ("max_query_len", max_query_len, "max_num_batched_tokens"),
+        ("max_seq_len", max_seq_len, "max_model_len"),
+    ):
+        most = getattr(limits, limit)
+        bounds[name] = checks.integer(name, value, 0, most, limit=f"the plan's {limit}")
+    return bounds
+
+
+def check_prefill_tokens(limits: IndexerGeometry, tokens: int) -> int:
+    """Raises unless a plan's prefill takes so many query rows at a time."""
+    limit = "the plan's max_num_batched_tokens"
+    return checks.integer("query.shape[0]", tokens, 0, limits.max_num_batched_tokens, limit=limit)
 
 
 def check_row_offset(row_offset: int) -> int:

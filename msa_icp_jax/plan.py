@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 from msa_icp_jax import checks, one_sided, programs, rows
 from msa_icp_jax.ambient import check_unsplit, own_mesh
 from msa_icp_jax.backend import check_precision, resolve_backend
-from msa_icp_jax.checks import AtLeast
+from msa_icp_jax.checks import AtLeast, Ranks
 from msa_icp_jax.comm import (
     COLLECTIVE,
     ONE_SIDED,
@@ -52,7 +52,10 @@ from msa_icp_jax.geometry import (
     NUM_SLOTS,
     TOPK,
     IndexerGeometry,
-    check_query_len,
+    check_decode_query_len,
+    check_decode_tokens,
+    check_prefill_tokens,
+    check_window,
 )
 from msa_icp_jax.ops.arguments import Shard, check_index_k
 from msa_icp_jax.ops.decode_score import (
@@ -420,7 +423,8 @@ class MSAIcpIndexerPlan:
         slot = self._check_exchange(comm, slot, tagged, enable_pdl)
         checks.array("num_valid_pages", num_valid_pages, jnp.int32, None)
         tokens, heads = num_valid_pages.shape[0], geometry.heads_per_rank
-        checks.integer("T = num_valid_pages.shape[0]", tokens, 0, geometry.max_decode_tokens)
+        most, limit = geometry.max_decode_tokens, "the plan's max_decode_tokens"
+        checks.integer("T = num_valid_pages.shape[0]", tokens, 0, most, limit=limit)
         if output is not None:
             checks.array("output", output, jnp.int32, AtLeast(tokens), heads, TOPK)
         if comm is not None and self._is_one_sided(comm):
@@ -431,7 +435,8 @@ class MSAIcpIndexerPlan:
             options = self._one_sided_options(slot, tagged, enable_pdl)
             return one_sided.merge_published(num_valid_pages, output, comm, **options)
         row = (rows.TAGGED_WORDS, 2) if tagged else (rows.ROW_WORDS,)
-        checks.array("received", received, jnp.int32, geometry.world_size, heads, tokens, *row)
+        ranks = Ranks(geometry.world_size)
+        checks.array("received", received, jnp.int32, ranks, heads, tokens, *row)
         assert received is not None  # as checked
         merge: dict[str, Any] = {
             "forced": geometry.forced,
@@ -494,11 +499,8 @@ class MSAIcpIndexerPlan:
         checks.array("qo_segment_lens", qo_segment_lens, jnp.int32, None)
         checks.array("kv_segment_lens", kv_segment_lens, jnp.int32, qo_segment_lens.shape[0])
         check_unsplit(qo_segment_lens, kv_segment_lens)
-        limits = self.geometry
-        checks.integer("qo_segment_lens.shape[0]", qo_segment_lens.shape[0], 0, limits.max_num_seqs)
-        checks.integer("total_q", total_q, 0, limits.max_num_batched_tokens)
-        checks.integer("max_query_len", max_query_len, 0, limits.max_num_batched_tokens)
-        checks.integer("max_seq_len", max_seq_len, 0, limits.max_model_len)
+        segments = qo_segment_lens.shape[0]
+        bounds = check_window(self.geometry, segments, total_q, max_query_len, max_seq_len)
         return msa_icp_index_score_sharded_plan_device(
             qo_segment_lens,
             kv_segment_lens,
@@ -506,9 +508,7 @@ class MSAIcpIndexerPlan:
             _prefix_sums(kv_segment_lens),
             qo_offset,
             NUM_HEADS,
-            total_q=total_q,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
+            **bounds,
             backend=self.backend,
         )
 
@@ -556,10 +556,7 @@ class MSAIcpIndexerPlan:
             fused = self.fused_prefill or score_scratch is None
         checks.flag("fused", fused)
         if score_scratch is not None:
-            columns = self.geometry.score_columns
-            checks.array(
-                "score_scratch", score_scratch, jnp.float32, AtLeast(tokens), NUM_HEADS, columns
-            )
+            self._check_plane("score_scratch", score_scratch, tokens)
         elif not fused:
             raise ValueError(
                 "score_scratch must be a float32 array of prefill_score_shape() when fused=False, "
@@ -627,7 +624,7 @@ class MSAIcpIndexerPlan:
             "received",
             received,
             jnp.int32,
-            geometry.world_size,
+            Ranks(geometry.world_size),
             geometry.heads_per_rank,
             AtLeast(tokens),
             rows.ROW_WORDS,
@@ -855,11 +852,10 @@ class MSAIcpIndexerPlan:
             another dtype, which JAX alone would narrow.
         """
         programs.check_mesh(self, mesh)
-        most = self.geometry.max_decode_query_len
         return programs.decode_program(
             self,
             mesh,
-            check_query_len("decode_query_len", decode_query_len, most),
+            check_decode_query_len(self.geometry, decode_query_len),
             checks.flag("tagged", tagged),
             checks.flag("with_comm", with_comm),
             None if fused is None else checks.flag("fused", fused),
@@ -1025,21 +1021,16 @@ class MSAIcpIndexerPlan:
         decode_query_len: int,
     ) -> int:
         """Checks the arrays that decode scores against the plan's limits; returns T."""
-        geometry = self.geometry
-        most = geometry.max_decode_query_len
-        decode_query_len = check_query_len("decode_query_len", decode_query_len, most)
+        decode_query_len = check_decode_query_len(self.geometry, decode_query_len)
         checks.array("block_table", block_table, jnp.int32, None, AtLeast(1))
         requests = block_table.shape[0]
-        checks.integer("block_table.shape[0] (requests)", requests, 0, geometry.max_num_seqs)
-        tokens = requests * decode_query_len
-        checks.integer("T = requests * decode_query_len", tokens, 0, geometry.max_decode_tokens)
-        checks.array("index_q", index_q, geometry.index_dtype, tokens, NUM_HEADS, HEAD_DIM)
+        tokens = check_decode_tokens(self.geometry, requests, decode_query_len)
+        self._check_queries("index_q", index_q, tokens, "requests * decode_query_len")
         self._check_index_k(index_k)
         checks.array("seq_lens", seq_lens, jnp.int32, requests)
         checks.array("num_valid_pages", num_valid_pages, jnp.int32, tokens)
         if scores is not None:
-            columns = geometry.score_columns
-            checks.array("scores", scores, jnp.float32, AtLeast(tokens), NUM_HEADS, columns)
+            self._check_plane("scores", scores, tokens)
         return tokens
 
     def _check_exchange(
@@ -1068,17 +1059,24 @@ class MSAIcpIndexerPlan:
         num_valid_pages: Any,
     ) -> None:
         """Checks prefill's arrays against the plan's limits."""
-        geometry = self.geometry
         if not isinstance(window_plan, MSAIcpScorePlan):
             raise TypeError(
                 f"window_plan must be an MSAIcpScorePlan, got {type(window_plan).__name__}"
             )
-        tokens = AtLeast(window_plan.total_q)
-        checks.array("query", query, geometry.index_dtype, tokens, NUM_HEADS, HEAD_DIM)
-        checks.integer("query.shape[0]", query.shape[0], 0, geometry.max_num_batched_tokens)
+        self._check_queries("query", query, AtLeast(window_plan.total_q), "the window's total_q")
+        check_prefill_tokens(self.geometry, query.shape[0])
         self._check_index_k(index_k)
         checks.array("block_table", block_table, jnp.int32, window_plan.num_segments, AtLeast(1))
         checks.array("num_valid_pages", num_valid_pages, jnp.int32, query.shape[0])
+
+    def _check_queries(self, name: str, queries: Any, tokens: int | AtLeast, what: str) -> None:
+        dtype = self.geometry.index_dtype
+        origin = f"the plan's index_dtype, {what}"
+        checks.array(name, queries, dtype, tokens, NUM_HEADS, HEAD_DIM, origin=origin)
+
+    def _check_plane(self, name: str, plane: Any, tokens: int) -> None:
+        shape = (AtLeast(tokens), NUM_HEADS, self.geometry.score_columns)
+        checks.array(name, plane, jnp.float32, *shape, origin="columns by the plan's max_model_len")
 
     def _check_index_k(self, index_k: Any) -> None:
         geometry = self.geometry

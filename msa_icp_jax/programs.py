@@ -8,8 +8,8 @@ W). It donates every buffer that comes back.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from msa_icp_jax import checks
 from msa_icp_jax.ambient import check_one_device, own_mesh
+from msa_icp_jax.backend import check_kernels_run, default_device
 from msa_icp_jax.comm import NO_ROWS, ONE_SIDED, MSAIcpComm, comm_shapes
 from msa_icp_jax.geometry import (
     HEAD_DIM,
@@ -193,6 +194,10 @@ class WriteProgram(Jitted, Protocol):
         """
 
 
+# The arguments that are no array but hold some.
+_CLASSES: dict[str, type] = {"comm": MSAIcpComm, "window_plan": MSAIcpScorePlan}
+
+
 class Program:
     """A chain of all ranks as a jitted function that refuses host arrays of another dtype.
 
@@ -203,19 +208,30 @@ class Program:
     is none of a program's: it runs on its own, or on one device.
     """
 
-    def __init__(self, jitted: Any, dtypes: dict[str, Any], mesh: Mesh | None) -> None:
+    def __init__(
+        self, jitted: Any, dtypes: dict[str, Any], mesh: Mesh | None, backend: ResolvedBackend
+    ) -> None:
         """Wraps a jitted function of the arguments that `dtypes` names, in order."""
         self._jitted = jitted
         self._dtypes = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
         self._mesh = mesh
+        self._is_device_known = backend == "xla"
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs the program, compiling it on the first call of its shapes."""
         arguments = self._checked(arguments)
+        if not self._is_device_known:
+            check_device(self._mesh, arguments)
+            self._is_device_known = True
         if "slot" in self._dtypes and not isinstance(arguments[-1], jax.Array):
             arguments = (*arguments[:-1], self._on_device(arguments))
-        with own_mesh(self._mesh):
-            return self._jitted(*arguments)
+        try:
+            with own_mesh(self._mesh):
+                return self._jitted(*arguments)
+        except RuntimeError as error:
+            if "deleted" in str(error):
+                self._refuse_deleted(arguments, error)
+            raise
 
     def trace(self, *arguments: Any) -> Any:
         """`jax.jit`'s own; arguments may be abstract, as in `lower` and `eval_shape`."""
@@ -241,13 +257,23 @@ class Program:
             raise TypeError(
                 f"the program takes {len(self._dtypes)} arguments ({names}), got {len(arguments)}"
             )
-        if "slot" in self._dtypes and isinstance(arguments[-1], int | np.integer):
-            slot = checks.integer("slot", arguments[-1], 0) % NUM_SLOTS
+        last = arguments[-1]
+        if "slot" in self._dtypes and (isinstance(last, np.generic) or not hasattr(last, "shape")):
+            slot = checks.integer("slot", last, 0) % NUM_SLOTS
             arguments = (*arguments[:-1], np.int32(slot))
         for (name, dtype), value in zip(self._dtypes.items(), arguments, strict=True):
             if not isinstance(value, jax.Array):
-                checks.host_dtypes(name, value, dtype)
+                checks.host_value(name, value, dtype, _CLASSES.get(name))
         return arguments
+
+    def _refuse_deleted(self, arguments: tuple[Any, ...], error: RuntimeError) -> None:
+        """Names the argument that an earlier call took over."""
+        for name, value in zip(self._dtypes, arguments, strict=True):
+            if any(array.is_deleted() for array in _placed(value)):
+                raise RuntimeError(
+                    f"{name} was donated and is deleted: a program takes over what it returns, so "
+                    "give it what the last call returned"
+                ) from error
 
     def _on_device(self, arguments: tuple[Any, ...]) -> Any:
         """The last argument, a slot of the host's, as an array beside the others.
@@ -381,19 +407,121 @@ def _program(
 
         def mapped(*arguments: Any) -> Any:
             check_one_device(dict(zip(inputs, arguments, strict=True)))
+            for name, spec, value in zip(inputs, in_specs, arguments, strict=True):
+                _check_every_rank(plan, name, spec, value)
             return every_rank(*arguments)
 
     else:
-        mapped = jax.shard_map(
-            method,
+        every_rank = jax.shard_map(
+            _saying_whose_shapes(method),
             mesh=mesh,
             in_specs=in_specs,
             out_specs=jax.tree.map(specs.of, written),
             check_vma=plan.backend != "mosaic",
         )
+
+        @functools.wraps(method)
+        def mapped(*arguments: Any) -> Any:
+            for name, spec, value in zip(inputs, in_specs, arguments, strict=True):
+                _check_global(plan, name, spec, value)
+            return every_rank(*arguments)
+
     donated = [list(inputs).index(name) for name in jax.tree.leaves(written)]
     jitted = jax.jit(mapped, donate_argnums=donated, compiler_options=compiler_options)
-    return Program(jitted, inputs, mesh)
+    return Program(jitted, inputs, mesh, plan.backend)
+
+
+def check_device(mesh: Mesh | None, arguments: Sequence[Any] = ()) -> None:
+    """Raises unless kernels run on the mesh, or where the arguments are; tracers may be anywhere.
+
+    Raises:
+      ValueError: it is no Hopper GPU.
+    """
+    from msa_icp_jax.ops._mosaic.launch import current_target  # on demand: Pallas takes a while
+
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
+        return
+    if current_target().interpret:
+        return
+    if mesh is not None:
+        check_kernels_run(mesh.devices.flat[0])
+        return
+    committed = [array for array in _placed(arguments) if array.committed]
+    check_kernels_run(next(iter(committed[0].devices())) if committed else default_device())
+
+
+def _placed(tree: Any) -> list[jax.Array]:
+    """The arrays of JAX in a pytree that lie on devices: no traced ones."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return [array for array in arrays if not isinstance(array, jax.core.Tracer)]
+
+
+class _Split(NamedTuple):
+    """An array of a program's of which every rank has a part.
+
+    Attributes:
+      name: as the caller knows it.
+      array: of all ranks.
+      ndim: axes of a rank's part.
+      axis: the one along which a mesh splits the array.
+    """
+
+    name: str
+    array: Array
+    ndim: int
+    axis: int
+
+
+def _split_arrays(plan: Plan, name: str, spec: Any, value: Any) -> Iterator[_Split]:
+    """Those of one argument; the arrays of a comm are some."""
+    arrays = {name: (spec, value, 3)}  # pages, planes, carriers and ids alike
+    if isinstance(spec, MSAIcpComm):
+        limits = plan.geometry
+        shapes = comm_shapes(limits.world_size, limits.max_decode_tokens, spec.is_one_sided)
+        arrays = {
+            f"{name}.{field}": (getattr(spec, field), getattr(value, field), len(shape))
+            for field, shape in shapes.items()
+        }
+    for array_name, (part, array, ndim) in arrays.items():
+        if array is not None and part is not NO_ROWS and plan.axis_name in part:
+            yield _Split(array_name, array, ndim, part.index(plan.axis_name))
+
+
+def _check_every_rank(plan: Plan, name: str, spec: Any, value: Any) -> None:
+    """Raises unless each rank has an array of its own: behind each other, without a mesh."""
+    world_size = plan.geometry.world_size
+    for array_name, array, ndim, _ in _split_arrays(plan, name, spec, value):
+        if array.ndim != ndim + 1 or array.shape[0] != world_size:
+            raise ValueError(
+                f"{array_name} must have a leading axis of {world_size} ranks in a program without "
+                f"a mesh, {ndim + 1} axes in all, got shape {list(array.shape)}"
+            )
+
+
+def _check_global(plan: Plan, name: str, spec: Any, value: Any) -> None:
+    """Raises unless the mesh can split an argument among the group's ranks."""
+    world_size = plan.geometry.world_size
+    for array_name, array, ndim, axis in _split_arrays(plan, name, spec, value):
+        if array.ndim != ndim or array.shape[axis] % world_size:
+            raise ValueError(
+                f"{array_name} must be the global array in a program over a mesh: {ndim} axes, "
+                f"without one of ranks, and the parts of {world_size} ranks side by side along "
+                f"axis {axis}, got shape {list(array.shape)}"
+            )
+
+
+def _saying_whose_shapes(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A rank's method whose refusals note that it got parts of the caller's arrays."""
+
+    @functools.wraps(method)
+    def of_one_rank(*arrays: Any) -> Any:
+        try:
+            return method(*arrays)
+        except (TypeError, ValueError) as error:
+            error.add_note("shapes are of one rank's part of the global arrays that were given")
+            raise
+
+    return of_one_rank
 
 
 @functools.lru_cache(maxsize=64)
@@ -439,6 +567,8 @@ def warmup(
     decodes = decode_shapes(limits, batch_sizes, query_lens)
     with_comm, tagged = checks.flag("with_comm", with_comm), checks.flag("tagged", tagged)
     check_mesh(plan, mesh)
+    if plan.backend == "mosaic":
+        check_device(mesh)
     make = functools.partial(_abstract, plan, mesh)
     shapes = Shapes(limits, make, (num_pages, page_rows, HEAD_DIM), table_width)
     tokens_written = {limits.window_tokens}

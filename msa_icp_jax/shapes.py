@@ -121,9 +121,11 @@ def decode_shapes(
     most, longest = min(limits.max_num_seqs, limits.max_decode_tokens), limits.max_decode_query_len
     batches, lengths = [most], sorted({1, longest})
     if batch_sizes is not None:
-        batches = checks.integers("batch_sizes", batch_sizes, 1, most)
+        limit = "the plan's max_num_seqs, and max_decode_tokens"
+        batches = checks.integers("batch_sizes", batch_sizes, 1, most, limit=limit)
     if query_lens is not None:
-        lengths = checks.integers("query_lens", query_lens, 1, longest)
+        limit = "the plan's max_decode_query_len"
+        lengths = checks.integers("query_lens", query_lens, 1, longest, limit=limit)
     return [
         (min(batch, max(1, limits.max_decode_tokens // length)), length)
         for batch, length in itertools.product(batches, lengths)

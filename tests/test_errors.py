@@ -92,8 +92,9 @@ def optional_array(dtype: np.dtype, *dims: int | Least | Free) -> Argument:
     return array(dtype, *dims)._replace(good=None)
 
 
-def integer(good: int, low: int, high: int | None = None) -> Argument:
+def integer(good: int, low: int, high: int | None = None, limit: str = "") -> Argument:
     allowed = f"must be an int in [{low}, {high}]" if high is not None else f"an int >= {low}"
+    allowed += limit and f" (the plan's {limit})"
     wrong = [
         Wrong(True, TypeError, allowed, "got bool True"),
         Wrong(2.5, TypeError, allowed, "got float 2.5"),
@@ -200,6 +201,12 @@ def columns_refused(value: int, allowed: str, tokens: int = TOKENS) -> Wrong:
     return Wrong(np.zeros((tokens, 4, value), F32), ValueError, allowed, got)
 
 
+def one_rank(*shape: int) -> Wrong:
+    """Rows of one rank alone."""
+    got = f"got shape {list(shape)}, which lacks axis 0 of ranks"
+    return Wrong(np.zeros(shape, I32), ValueError, "ranks, ", got)
+
+
 SCORES = array(F32, Least(TOKENS), 4, Free(COLUMNS)).also(columns_refused(0, ">=1"))
 SCORE_PLAN = Argument(
     api.msa_icp_index_score_sharded_plan([TOKENS, 0], [9, 9], 4, qo_offset=[5, 0], backend="xla"),
@@ -265,7 +272,11 @@ INDEX_MAP = {
     "index_offset": scalar(0, 1),
 }
 GEOMETRY = {
-    "world_size": choice(WORLD, 2, 4),
+    "world_size": choice(WORLD, 2, 4).also(
+        Wrong(8, ValueError, "must be one of 2, 4", "got 8: a group has as many ranks as heads"),
+        Wrong(8, ValueError, "two groups of 4 side by side", "docs/scaling.md"),
+        Wrong(1, ValueError, "must be one of 2, 4", "got 1: on one device, a plan of 2 runs"),
+    ),
     "num_index_heads": choice(4, 4),
     "page_size": choice(PAGE, 128, 256).also(
         Wrong(64, ValueError, "128, 256", "got 64"), Wrong(512, ValueError, "128, 256", "got 512")
@@ -279,7 +290,16 @@ GEOMETRY = {
     "max_model_len": integer(1024, 1, INT_MAX),
     "num_sparse_layers": integer(3, 1, INT_MAX),
     "row_offset": ROW_OFFSET,
-    "index_dtype": choice("float8_e4m3fn", "float8_e4m3fn", "bfloat16"),
+    "index_dtype": choice("float8_e4m3fn", "float8_e4m3fn", "bfloat16").also(
+        *(
+            Wrong(dtype, TypeError, "'bfloat16', got ", f"{kind}: give the dtype's name, a str")
+            for dtype, kind in (
+                (jnp.bfloat16, "'jax.numpy.bfloat16'>"),
+                (F8, "float8_e4m3fn)"),
+                (F8.type, "'ml_dtypes.float8_e4m3fn'>"),
+            )
+        )
+    ),
 }
 
 FLOATS = "must be an array of dtype float16 or bfloat16 or float32"
@@ -409,10 +429,17 @@ TABLE_OF_CALLS: dict[Callable[..., Any], dict[str, Argument]] = {
         "recv_slot": array(I32, Free(WORLD), Free(1), Least(TOKENS), 33).also(
             Wrong(np.zeros((3, 1, 4, 33), I32), ValueError, "must be one of 2, 4", "got 3"),
             Wrong(np.zeros((4, 2, 4, 33), I32), ValueError, "must be one of 1", "got 2"),
+            one_rank(1, 4, 33),
+            Wrong(
+                np.zeros((3, 4, 1, 4, 33), I32),
+                ValueError,
+                "one slot's part is due",
+                "got shape [3, 4, 1, 4, 33]",
+            ),
             Wrong(
                 np.zeros((4, 1, 4, 33), I32),
                 ValueError,
-                "shape [any, any, >=4, 32, 2]",
+                "shape [ranks, any, >=4, 32, 2]",
                 "got shape [4, 1, 4, 33]",
                 {"expected_generations": np.zeros((1, 4), I32)},
             ),
@@ -511,10 +538,17 @@ WRONG_COMMS = [
     ),
 ]
 SCRATCH = array(F32, Least(TOKENS), 4, COLUMNS)
-OUTPUT = array(I32, Least(TOKENS), 1, 16)
+OUTPUT = array(I32, Least(TOKENS), 1, 16).also(
+    Wrong(
+        np.zeros((WORLD, TOKENS, 1, 16), I32),
+        ValueError,
+        "one rank's",
+        f"got shape [{WORLD}, {TOKENS}, 1, 16], an axis too many in front",
+    )
+)
 PREFILL = {
     "query": array(F8, Least(TOKENS), 4, 128).also(
-        Wrong(np.zeros((17, 4, 128), F8), ValueError, "must be an int in [0, 16]", "got 17")
+        Wrong(np.zeros((17, 4, 128), F8), ValueError, "16] (the plan's max_num_batc", "got 17")
     ),
     "index_k": PLAN_INDEX_K,
     "block_table": array(I32, REQUESTS, Least(1)),
@@ -530,7 +564,7 @@ DECODE = {
     "index_q": array(F8, TOKENS, 4, 128),
     "index_k": PLAN_INDEX_K,
     "block_table": TABLE.also(
-        Wrong(np.zeros((4, 2), I32), ValueError, "must be an int in [0, 3]", "got 4"),
+        Wrong(np.zeros((4, 2), I32), ValueError, "[0, 3] (the plan's max_num_seqs)", "got 4"),
     ),
     "seq_lens": array(I32, REQUESTS),
     "num_valid_pages": NVP,
@@ -539,11 +573,11 @@ DECODE = {
     "comm": Argument(None, WRONG_COMMS),
     "slot": scalar(0, INT_MAX),
     "tagged": flag(False),
-    "decode_query_len": integer(QUERY_LEN, 1, 4).also(
+    "decode_query_len": integer(QUERY_LEN, 1, 4, "max_decode_query_len").also(
         Wrong(
             3,
             ValueError,
-            "T = requests * decode_query_len must be an int in [0, 8]",
+            "requests * decode_query_len must be an int in [0, 8] (the plan's max_decode_tokens)",
             "got 9",
             {"block_table": np.zeros((3, 2), I32)},
         ),
@@ -559,13 +593,14 @@ METHODS: dict[Callable[..., Any], dict[str, Argument]] = {
             Wrong(
                 np.zeros((WORLD, 1, TOKENS, 33), I32),
                 ValueError,
-                f"shape [{WORLD}, 1, {TOKENS}, 32, 2]",
+                f"shape [{WORLD} ranks, 1, {TOKENS}, 32, 2]",
                 f"got shape [{WORLD}, 1, {TOKENS}, 33]",
                 {"tagged": True},
-            )
+            ),
+            one_rank(1, TOKENS, 33),
         ),
         "num_valid_pages": array(I32, Free(TOKENS)).also(
-            Wrong(np.zeros(9, I32), ValueError, "must be an int in [0, 8]", "got 9")
+            Wrong(np.zeros(9, I32), ValueError, "[0, 8] (the plan's max_decode_tokens)", "got 9")
         ),
         "output": OUTPUT,
         **{name: DECODE[name] for name in ("comm", "slot", "tagged", "enable_pdl")},
@@ -586,21 +621,21 @@ METHODS: dict[Callable[..., Any], dict[str, Argument]] = {
             Wrong(
                 np.zeros(4, I32),
                 ValueError,
-                "must be an int in [0, 3]",
+                "must be an int in [0, 3] (the plan's max_num_seqs)",
                 "got 4",
                 {"kv_segment_lens": np.zeros(4, I32), "qo_offset": np.zeros(4, I32)},
             )
         ),
         "kv_segment_lens": SEGMENT_LENS,
         "qo_offset": SEGMENT_LENS,
-        "total_q": integer(4, 0, 16),
-        "max_query_len": integer(4, 0, 16),
-        "max_seq_len": integer(9, 0, 1024),
+        "total_q": integer(4, 0, 16, "max_num_batched_tokens"),
+        "max_query_len": integer(4, 0, 16, "max_num_batched_tokens"),
+        "max_seq_len": integer(9, 0, 1024, "max_model_len"),
     },
     on_axis(PLAN.prefill_local): PREFILL,
     on_axis(exchanged): {"carrier": array(I32, 4, Free(TOKENS), 33)},
     PLAN.prefill_merge: {
-        "received": array(I32, WORLD, 1, Least(TOKENS), 33),
+        "received": array(I32, WORLD, 1, Least(TOKENS), 33).also(one_rank(1, TOKENS, 33)),
         "num_valid_pages": array(I32, Free(TOKENS)),
         "output": OUTPUT,
     },
@@ -612,11 +647,17 @@ METHODS: dict[Callable[..., Any], dict[str, Argument]] = {
         "page_rows": integer(ROWS, ROWS, INT_MAX),
         "batch_sizes": Argument(
             [],
-            [Wrong([0], ValueError, "in [1, 3]", "got 0"), Wrong([4], ValueError, "3]", "got 4")],
+            [
+                Wrong([0], ValueError, "in [1, 3] (the plan's max_num_seqs", "got 0"),
+                Wrong([4], ValueError, "3] (the plan's max_num_seqs, and max_deco", "got 4"),
+            ],
         ),
         "query_lens": Argument(
             [],
-            [Wrong([0], ValueError, "in [1, 4]", "got 0"), Wrong([5], ValueError, "4]", "got 5")],
+            [
+                Wrong([0], ValueError, "in [1, 4] (the plan's max_decode_query_len", "got 0"),
+                Wrong([5], ValueError, "4] (the plan's max_decode_query_len", "got 5"),
+            ],
         ),
         "with_comm": flag(False),
         "tagged": flag(False),
@@ -788,6 +829,108 @@ def test_a_program_refuses_host_arrays_of_another_dtype_by_name(name):
         if isinstance(value, np.ndarray) and value.dtype == I32:
             with pytest.raises(TypeError, match=rf"^{argument} .* in the other byte order"):
                 program(*(good | {argument: value.astype(">i4")}).values())
+
+
+@pytest.mark.parametrize("name", ["decode", "decode with comm", "prefill", "write"])
+def test_a_program_refuses_what_is_no_array_by_name(name):
+    """JAX would take a list apart before the function sees it, or name no argument."""
+    program, good = program_calls()[name]
+    for argument, value in good.items():
+        bad = [[1, 2], (1, 2), 3.5, "x"]
+        if isinstance(value, np.ndarray):
+            want = f"{argument} must be an? {value.dtype.name} array, got "
+        elif argument == "slot":
+            want, bad = "slot must be an int >= 0, got ", ["x", 3.5, None, [1]]
+        else:
+            want, bad = f"{argument} must be an MSAIcp", [*bad, None, np.zeros(3, I32)]
+        for wrong in bad:
+            with pytest.raises(TypeError, match=f"^{want}"):
+                program(*(good | {argument: wrong}).values())
+
+
+SPLIT = ("index_k", "scores", "score_scratch", "carrier_view", "output", "comm")
+
+
+@pytest.mark.parametrize("name", ["decode", "decode with comm", "prefill", "write"])
+def test_a_program_without_a_mesh_takes_a_leading_axis_of_ranks(name):
+    program, good = program_calls()[name]
+    device = {key: jax.tree.map(jnp.asarray, value) for key, value in good.items()}
+    for argument in [key for key in good if key in SPLIT]:
+        first = "comm.recv" if argument == "comm" else argument
+        own = jax.tree.map(lambda x: x[0], device[argument])
+        shape = re.escape(str(list(jax.tree.leaves(own)[0].shape)))
+        want = f"^{first} must have a leading axis of 4 ranks in .* without a mesh, .* got shape "
+        with pytest.raises(ValueError, match=want + shape):
+            program(*(device | {argument: own}).values())
+        # Two ranks' are no better.
+        two = jax.tree.map(lambda x: x[:2], device[argument])
+        with pytest.raises(ValueError, match=want):
+            program(*(device | {argument: two}).values())
+    assert not any(x.is_deleted() for x in jax.tree.leaves(device))
+    for argument in [key for key in good if key not in (*SPLIT, "window_plan", "slot")]:
+        stacked = jnp.stack([device[argument]] * WORLD)
+        with pytest.raises(ValueError, match=f"^{argument} must .* an axis too many in front"):
+            program(*(device | {argument: stacked}).values())
+
+
+def test_a_program_over_a_mesh_takes_global_arrays():
+    automatic = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((WORLD,), ("icp",), automatic)
+    program = PLAN.decode_program(mesh, decode_query_len=QUERY_LEN)
+    good = {
+        "index_q": np.zeros((TOKENS, 4, 128), F8),
+        "index_k": np.zeros((3, PAGE, 128), F8),
+        "block_table": TABLE.good,
+        "seq_lens": np.ones(REQUESTS, I32),
+        "num_valid_pages": NVP.good,
+        "scores": np.zeros((TOKENS, 4, WORLD * COLUMNS), F32),
+        "output": np.zeros((TOKENS, 4, 16), I32),
+    }
+    program.lower(*good.values())
+    for name, axis in (("index_k", 1), ("scores", 2), ("output", 1)):
+        odd = np.moveaxis(np.moveaxis(good[name], axis, 0)[:-1], 0, axis)
+        for wrong in (np.zeros(3, good[name].dtype), odd, np.stack([good[name]] * WORLD)):
+            want = (
+                f"^{name} must be the global array .* of 4 ranks side by side along axis {axis}, "
+            )
+            got = re.escape(f"got shape {list(wrong.shape)}")
+            with pytest.raises(ValueError, match=want + got):
+                program(*(good | {name: wrong}).values())
+    one_rank_s = np.zeros((3, ROWS, 128), F8)
+    with pytest.raises(ValueError, match=r"^index_k must have .* = 32 rows a page") as raised:
+        program(*(good | {"index_k": one_rank_s}).values())
+    note = "shapes are of one rank's part of the global arrays that were given"
+    assert note in raised.value.__notes__
+
+
+def test_a_program_names_the_buffer_that_it_took_over():
+    program, good = program_calls()["write"]
+    device = {name: jnp.asarray(value) for name, value in good.items()}
+    cache = program(*device.values())
+    with pytest.raises(RuntimeError, match=r"^index_k was donated and is deleted: .* last call"):
+        program(*device.values())
+    program(*(device | {"index_k": cache}).values())
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what happens without a GPU")
+def test_kernels_are_refused_where_they_do_not_run():
+    """They are lowered there all the same."""
+    plan = api.prepare_msa_icp_indexer(**goods(GEOMETRY), backend="mosaic")
+    _, good = program_calls()["write"]
+    mesh = jax.make_mesh((WORLD,), ("icp",), (jax.sharding.AxisType.Auto,))
+    device = {name: jnp.asarray(value) for name, value in good.items()}
+    want = r'^backend "mosaic" runs on Hopper .* got cpu: .* with backend "auto" or "xla"'
+    for use in (
+        lambda: plan.write_program()(*good.values()),
+        lambda: plan.write_program()(*jax.device_put(device, jax.devices()[1]).values()),
+        lambda: plan.write_program(mesh)(*good.values()),
+        lambda: plan.warmup(num_pages=3, table_width=2),
+        lambda: plan.warmup(num_pages=3, table_width=2, mesh=mesh),
+    ):
+        with pytest.raises(ValueError, match=want):
+            use()
+    lowered = plan.write_program().trace(*good.values()).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
 
 
 def test_a_program_names_its_arguments_where_one_is_missing():

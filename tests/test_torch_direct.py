@@ -1096,7 +1096,9 @@ def test_auto_is_direct_on_hopper(hopper, monkeypatch):
         assert routes.choose_route("direct", backend, hopper) == "direct"
         assert routes.choose_route("dlpack", backend, hopper) == "dlpack"
     assert routes.choose_route("auto", "xla", hopper) == "dlpack"
-    assert routes.choose_route("auto", "mosaic", CPU) == "dlpack"
+    for route in ("auto", "direct", "dlpack"):
+        with pytest.raises(ValueError, match=r'^backend must be "auto" or "xla" on cpu: .*Hopper'):
+            routes.choose_route(route, "mosaic", CPU)
     with pytest.raises(ValueError, match='where backend is "xla"'):
         routes.choose_route("direct", "xla", hopper)
 

@@ -372,19 +372,47 @@ def test_decode_arguments(plan, changes, error, match):
     refused(plan, "decode", decode_arguments(plan) | changes, error, match)
 
 
+def test_rows_without_the_axis_of_ranks(plan):
+    for method in ("prefill_exchange", "prefill_merge"):
+        arguments = METHODS[method](plan)
+        own = {"received": arguments["received"][0].clone()}
+        match = r"^received must .* shape \[2 ranks, .* which lacks axis 0 of ranks"
+        refused(plan, method, arguments | own, ValueError, match)
+
+
+def test_every_rank_s_keys(plan):
+    arguments = decode_arguments(plan)
+    both = torch.stack([arguments["index_k"].view(torch.uint8)] * 2).view(torch.float8_e4m3fn)
+    match = r"^index_k must .* \(page_size / world_size = 64 rows .* an axis too many in front"
+    refused(plan, "decode", arguments | {"index_k": both}, ValueError, match)
+
+
 def test_more_than_the_plan_allows(plan):
     case = random_decode([1] * 9, 1, 128)
     more = {"comm": plan.init_comm(), "slot": 0, "tagged": False, "decode_query_len": 1}
     arguments = decode_step(plan, case)._asdict() | more
-    refused(plan, "decode", arguments, ValueError, r"^block_table.shape\[0\]")
+    match = r"^block_table.shape\[0\] .* \(the plan's max_num_seqs\), got 9"
+    refused(plan, "decode", arguments, ValueError, match)
+    for name, value, limit in (
+        ("decode_query_len", 9, "max_decode_query_len"),
+        ("decode_query_len", 8, "max_decode_tokens"),
+    ):
+        few = decode_arguments(plan) | {"block_table": arguments["block_table"][:8]}
+        match = rf"{name} must .* \(the plan's {limit}\), got"
+        refused(plan, "decode", few | {name: value}, ValueError, match)
     lengths = torch.ones(9, dtype=torch.int32)
     names = ("qo_segment_lens", "kv_segment_lens", "qo_offset")
     bounds = {"total_q": 9, "max_query_len": 1, "max_seq_len": 1}
     many = dict.fromkeys(names, lengths) | bounds
     refused(plan, "prefill_window_plan", many, ValueError, r"^qo_segment_lens.shape\[0\]")
-    for name, limit in (("total_q", 4096), ("max_query_len", 4096), ("max_seq_len", 8192)):
+    for name, limit, option in (
+        ("total_q", 4096, "max_num_batched_tokens"),
+        ("max_query_len", 4096, "max_num_batched_tokens"),
+        ("max_seq_len", 8192, "max_model_len"),
+    ):
         arguments = window_arguments(plan) | {name: limit + 1}
-        refused(plan, "prefill_window_plan", arguments, ValueError, f"^{name} must")
+        match = rf"^{name} must .* \(the plan's {option}\), got"
+        refused(plan, "prefill_window_plan", arguments, ValueError, match)
 
 
 def test_tagged_rows_need_two_layers():
@@ -602,6 +630,25 @@ def test_inside_graph_capture(plan, method, monkeypatch):
     ("changes", "error", "match"),
     [
         ({"route": "direct"}, ValueError, 'where backend is "xla"'),
+        (
+            {"backend": "mosaic"},
+            ValueError,
+            '^backend must be "auto" or "xla" on cpu: the kernels are for Hopper .* got "mosaic"',
+        ),
+        (
+            {"transport": "one-sided"},
+            TypeError,
+            r"unexpected keyword argument 'transport': .* comm.connect\(addresses\), is one-sided",
+        ),
+        ({"axis_name": "icp"}, TypeError, "keyword argument 'axis_name': group is the process gr"),
+        ({"row_offset": 8}, TypeError, "keyword argument 'row_offset': .* as a strided view"),
+        ({"hidden_size": 8}, TypeError, "unexpected keyword argument 'hidden_size'$"),
+        (
+            {"index_dtype": torch.bfloat16},
+            TypeError,
+            "^index_dtype must be one of .* got dtype torch.bfloat16: give the dtype's name",
+        ),
+        ({"world_size": 8}, ValueError, "must be one of 2, 4, got 8: .* two groups of 4"),
         ({"route": "direct", "backend": "auto"}, ValueError, "must .* on cpu: .* is Hopper's"),
         ({"route": "cake"}, ValueError, "route must be one of 'auto', 'dlpack', 'direct'"),
         ({"backend": "cake"}, ValueError, "backend must be one of 'auto', 'mosaic', 'xla'"),
@@ -632,6 +679,27 @@ def test_routes():
         assert torch_inputs.prepare(2, 128, 0, route=route).route == "dlpack"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 0)])
+def test_no_gpu(device):
+    match = r"^device cuda:\d needs a GPU, and torch .* finds none here .*: pass device=\"cpu\""
+    with pytest.raises(RuntimeError, match=match):
+        torch_inputs.prepare(2, 128, 0, device=device)
+
+
+def test_a_gpu_past_the_last(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"^device must be one of torch's 2 GPUs, .* got cuda:2"):
+        torch_inputs.prepare(2, 128, 0, device="cuda:2")
+
+
+@pytest.fixture
+def four_gpus(monkeypatch):
+    """As far as torch says."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
+
+@pytest.mark.usefixtures("four_gpus")
 def test_a_gpu_that_jax_does_not_have(monkeypatch):
     """Never a silent CPU: the message names both libraries' cuDNN."""
 
@@ -643,6 +711,7 @@ def test_a_gpu_that_jax_does_not_have(monkeypatch):
         torch_inputs.prepare(2, 128, 0, device=torch.device("cuda", 0))
 
 
+@pytest.mark.usefixtures("four_gpus")
 def test_an_amd_gpu_gets_amds_advice(monkeypatch):
     """torch calls it cuda, and its capability may read as Hopper's."""
 
@@ -671,6 +740,7 @@ def test_platforms_that_leave_the_device_out(monkeypatch):
         torch_inputs.prepare(2, 128, 0)
 
 
+@pytest.mark.usefixtures("four_gpus")
 def test_a_device_that_jax_does_not_see(monkeypatch):
     monkeypatch.setattr(bridge.jax, "local_devices", lambda backend: [])
     with pytest.raises(RuntimeError, match="JAX does not see device cuda:3"):

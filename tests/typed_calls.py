@@ -54,7 +54,7 @@ def words_on_torch(device: str) -> None:
     limits: dict[str, Any] = {"rank": 0, "device": device}
     msa_icp_torch.prepare_msa_icp_indexer(route="cuda", **limits)  # wrong: arg-type
     msa_icp_torch.prepare_msa_icp_indexer(backend="triton", **limits)  # wrong: arg-type
-    msa_icp_torch.prepare_msa_icp_indexer(transport="auto", **limits)  # wrong: call-arg
+    msa_icp_torch.prepare_msa_icp_indexer(transport="auto", **limits)  # wrong: arg-type
 
 
 def decode(mesh: Mesh, x: jax.Array, comm: MSAIcpComm) -> None:

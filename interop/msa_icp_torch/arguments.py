@@ -8,8 +8,16 @@ from typing import Any
 import torch
 
 from msa_icp_jax import IndexerGeometry, MSAIcpScorePlan, checks, rows
-from msa_icp_jax.checks import AtLeast
-from msa_icp_jax.geometry import HEAD_DIM, NUM_HEADS, TOPK, check_query_len
+from msa_icp_jax.checks import AtLeast, Entry, Ranks
+from msa_icp_jax.geometry import (
+    HEAD_DIM,
+    NUM_HEADS,
+    TOPK,
+    check_decode_query_len,
+    check_decode_tokens,
+    check_prefill_tokens,
+    check_window,
+)
 from msa_icp_torch import pages
 from msa_icp_torch.bridge import check_tensor
 
@@ -26,10 +34,15 @@ class Arguments:
         self.index_dtype = INDEX_DTYPES[geometry.index_dtype]
 
     def tensor(
-        self, name: str, value: Any, dtype: torch.dtype, *shape: int | AtLeast | None
+        self, name: str, value: Any, dtype: torch.dtype, *shape: Entry, origin: str = ""
     ) -> None:
         """Raises unless `value` is such a tensor on the plan's device."""
-        check_tensor(name, value, dtype, self.device, *shape)
+        check_tensor(name, value, dtype, self.device, *shape, origin=origin)
+
+    def queries(self, name: str, value: Any, tokens: int | AtLeast, what: str) -> None:
+        """Raises unless `value` holds so many tokens' index queries, `what` being their number."""
+        origin = f"the plan's index_dtype, {what}"
+        self.tensor(name, value, self.index_dtype, tokens, NUM_HEADS, HEAD_DIM, origin=origin)
 
     def decode(
         self,
@@ -41,14 +54,11 @@ class Arguments:
         query_len: int,
     ) -> int:
         """Checks decode's inputs; returns T."""
-        limits = self.geometry
-        query_len = check_query_len("decode_query_len", query_len, limits.max_decode_query_len)
+        query_len = check_decode_query_len(self.geometry, query_len)
         self.tensor("block_table", block_table, torch.int32, None, AtLeast(1))
         requests = block_table.shape[0]
-        checks.integer("block_table.shape[0] (requests)", requests, 0, limits.max_num_seqs)
-        tokens = requests * query_len
-        checks.integer("T = requests * decode_query_len", tokens, 0, limits.max_decode_tokens)
-        self.tensor("index_q", index_q, self.index_dtype, tokens, NUM_HEADS, HEAD_DIM)
+        tokens = check_decode_tokens(self.geometry, requests, query_len)
+        self.queries("index_q", index_q, tokens, "requests * decode_query_len")
         self.index_k(index_k)
         self.tensor("seq_lens", seq_lens, torch.int32, requests)
         self.tensor("num_valid_pages", num_valid_pages, torch.int32, tokens)
@@ -74,18 +84,12 @@ class Arguments:
         max_seq_len: int,
     ) -> dict[str, int]:
         """Checks the lengths and bounds of a query window; returns the bounds."""
-        limits = self.geometry
         self.tensor("qo_segment_lens", qo_segment_lens, torch.int32, None)
         segments = qo_segment_lens.shape[0]
-        checks.integer("qo_segment_lens.shape[0]", segments, 0, limits.max_num_seqs)
+        bounds = check_window(self.geometry, segments, total_q, max_query_len, max_seq_len)
         self.tensor("kv_segment_lens", kv_segment_lens, torch.int32, segments)
         self.tensor("qo_offset", qo_offset, torch.int32, segments)
-        most = limits.max_num_batched_tokens
-        return {
-            "total_q": checks.integer("total_q", total_q, 0, most),
-            "max_query_len": checks.integer("max_query_len", max_query_len, 0, most),
-            "max_seq_len": checks.integer("max_seq_len", max_seq_len, 0, limits.max_model_len),
-        }
+        return bounds
 
     def prefill(
         self,
@@ -101,10 +105,8 @@ class Arguments:
             raise TypeError(
                 f"window_plan must be an MSAIcpScorePlan, got {type(window_plan).__name__}"
             )
-        row = (NUM_HEADS, HEAD_DIM)
-        self.tensor("query", query, self.index_dtype, AtLeast(window_plan.total_q), *row)
-        tokens = query.shape[0]
-        checks.integer("query.shape[0]", tokens, 0, self.geometry.max_num_batched_tokens)
+        self.queries("query", query, AtLeast(window_plan.total_q), "the window's total_q")
+        tokens = check_prefill_tokens(self.geometry, query.shape[0])
         self.index_k(index_k)
         segments = window_plan.num_segments
         self.tensor("block_table", block_table, torch.int32, segments, AtLeast(1))
@@ -126,12 +128,17 @@ class Arguments:
         self.tensor("carrier_view", carrier_view, torch.int32, NUM_HEADS, None, rows.ROW_WORDS)
         shape = self._received(carrier_view.shape[1])
         self.tensor("received", received, torch.int32, *shape)
-        return shape
+        return tuple(received.shape)
 
     def index_k(self, index_k: Any) -> None:
         """Raises unless JAX can address this rank's index keys."""
-        shape = (AtLeast(1), self.geometry.rows_per_page, HEAD_DIM)
-        check_tensor("index_k", index_k, self.index_dtype, self.device, *shape, contiguous=False)
+        limits = self.geometry
+        check_tensor(
+            *("index_k", index_k, self.index_dtype, self.device),
+            *(AtLeast(1), limits.rows_per_page, HEAD_DIM),
+            contiguous=False,
+            origin=f"page_size / world_size = {limits.rows_per_page} rows of every page",
+        )
         pages.base_of(index_k)
 
     def output(self, output: Any, tokens: int) -> None:
@@ -144,12 +151,15 @@ class Arguments:
         if plane is None and fused:
             return
         columns = self.geometry.score_columns
-        self.tensor(name, plane, torch.float32, AtLeast(tokens), NUM_HEADS, columns)
+        origin = "columns by the plan's max_model_len"
+        shape = (AtLeast(tokens), NUM_HEADS, columns)
+        self.tensor(name, plane, torch.float32, *shape, origin=origin)
 
     def pool(self, pool: Any, shape: tuple[int]) -> None:
         """Raises unless `pool` is None or at least as large as the plan says."""
         if pool is not None:
-            self.tensor("pool", pool, torch.uint8, AtLeast(*shape))
+            limits = "for max_decode_tokens or a prefill window, and max_model_len"
+            self.tensor("pool", pool, torch.uint8, AtLeast(*shape), origin=limits)
 
     def plane_in(self, pool: torch.Tensor, tokens: int) -> torch.Tensor:
         """The score plane of `tokens` tokens at a pool's start."""
@@ -163,5 +173,5 @@ class Arguments:
         return pool[: math.prod(shape) * torch.float32.itemsize].view(torch.float32).view(shape)
 
     def _received(self, tokens: Any) -> tuple[Any, ...]:
-        owned = (self.geometry.world_size, self.geometry.heads_per_rank)
+        owned = (Ranks(self.geometry.world_size), self.geometry.heads_per_rank)
         return (*owned, tokens, rows.ROW_WORDS)

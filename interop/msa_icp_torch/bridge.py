@@ -22,8 +22,9 @@ import jax
 import numpy as np
 import torch
 
+from msa_icp_jax import checks
 from msa_icp_jax.ambient import own_mesh
-from msa_icp_jax.checks import AtLeast
+from msa_icp_jax.checks import Entry
 from msa_icp_torch.crossing import find_crossing
 
 T = TypeVar("T")
@@ -46,13 +47,18 @@ def check_tensor(
     value: Any,
     dtype: torch.dtype,
     device: torch.device,
-    *shape: int | AtLeast | None,
+    *shape: Entry,
     contiguous: bool = True,
+    origin: str = "",
 ) -> None:
-    """Raises, naming the argument, unless `value` can cross; a shape entry None allows any size."""
+    """Raises, naming the argument, unless `value` can cross; a shape entry None allows any size.
+
+    `origin` is where dtype or shape come from, in words.
+    """
 
     def want() -> str:
-        return f"{name} must be a {dtype} tensor of shape [{_sizes(shape)}] on {device}"
+        spec = f"{dtype} tensor of shape [{checks.sizes(shape)}]"
+        return f"{name} must be a {spec}{origin and f' ({origin})'} on {device}"
 
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{want()}, got {type(value).__name__}")
@@ -70,8 +76,9 @@ def check_tensor(
             f"{name} must not carry a conjugate or negative bit; resolve it with "
             "resolve_conj() or resolve_neg()"
         )
-    if value.ndim != len(shape) or not all(map(_fits, value.shape, shape)):
-        raise ValueError(f"{want()}, got shape {list(value.shape)}")
+    if not checks.fits(value.shape, shape):
+        misfit = checks.axis_misfit(value.shape, shape)
+        raise ValueError(f"{want()}, got shape {list(value.shape)}{misfit}")
     if contiguous and not value.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tuple(value.stride())}")
     end, size = _end_in_storage(value), value.untyped_storage().nbytes()
@@ -82,10 +89,6 @@ def check_tensor(
         )
     if value.numel() and not value.data_ptr():
         raise TypeError(f"{want()}, got a {type(value).__name__} without memory")
-
-
-def _fits(have: int, size: int | AtLeast | None) -> bool:
-    return have == size or size is None or (isinstance(size, AtLeast) and have >= size.size)
 
 
 def check_apart(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
@@ -150,10 +153,6 @@ def _end_in_storage(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     return int(tensor.storage_offset()) * tensor.element_size() + _extent(tensor)
-
-
-def _sizes(shape: tuple[int | AtLeast | None, ...]) -> str:
-    return ", ".join("any" if size is None else str(size) for size in shape)
 
 
 # ---- the bridge ----
@@ -441,6 +440,18 @@ def with_index(device: Any) -> torch.device:
     if device.type != "cuda":
         raise ValueError(f"device must be cpu or cuda, got {device}")
     return device if device.index is not None else torch.device("cuda", _current_cuda_index())
+
+
+def check_present(device: torch.device) -> None:
+    """Raises for a GPU that this torch does not find."""
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    if count == 0:
+        raise RuntimeError(
+            f"device {device} needs a GPU, and torch {torch.__version__} finds none here "
+            '(torch.cuda.device_count() is 0): pass device="cpu", or see to driver and torch build'
+        )
+    if device.type == "cuda" and not 0 <= device.index < count:
+        raise ValueError(f"device must be one of torch's {count} GPUs, from cuda:0, got {device}")
 
 
 def _current_cuda_index() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, Never, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,13 @@ from msa_icp_jax.one_sided import SPIN_LIMIT
 from msa_icp_jax.typing import Backend, IndexDtype, Precision, ResolvedRoute, Route
 from msa_icp_torch import calls, exchange
 from msa_icp_torch.arguments import Arguments
-from msa_icp_torch.bridge import Bridge, check_apart, is_capturing, with_index
+from msa_icp_torch.bridge import (
+    Bridge,
+    check_apart,
+    check_present,
+    is_capturing,
+    with_index,
+)
 from msa_icp_torch.calls import DecodeCall, PrefillCall
 from msa_icp_torch.comm import MSAIcpComm, check_class, check_comm, is_one_sided
 from msa_icp_torch.dlpack import DlpackRoute
@@ -47,6 +53,7 @@ def prepare_msa_icp_indexer(
     group: dist.ProcessGroup | None = None,
     spin_limit: int = SPIN_LIMIT,
     index_dtype: IndexDtype = "float8_e4m3fn",
+    **unknown: Never,
 ) -> MSAIcpIndexerPlan:
     """Plans the MiniMax-M3 index branch for one rank of an indexer context parallel group.
 
@@ -64,15 +71,18 @@ def prepare_msa_icp_indexer(
       group: the process group of the exchange; None is the default group.
       spin_limit: looks at a row before a wait of the one-sided transport gives up, >= 1.
       index_dtype: of index keys and queries, "float8_e4m3fn" or "bfloat16".
+      unknown: nothing; what `msa_icp_jax` alone takes is refused with what stands for it here.
 
     Raises:
       TypeError, ValueError: an argument is outside its range.
-      RuntimeError: JAX does not have the device, or there is no direct route here.
+      RuntimeError: torch or JAX does not have the device, or there is no direct route here.
     """
+    _refuse(unknown)
     checks.integer("rank", rank, 0)
     spin_limit = checks.integer("spin_limit", spin_limit, 1, MAX_INT32)
     exchange.check_kind(group)
     device = with_index(device)
+    check_present(device)
     bridge = None
     if choose_route(route, backend, device) == "direct":
         backend = "mosaic"
@@ -102,6 +112,23 @@ def prepare_msa_icp_indexer(
         chosen = DlpackRoute(plan, bridge, group)
     _LOGGER.info("prepared rank %d on %s: route %s", plan.rank, device, chosen.name)
     return MSAIcpIndexerPlan(plan, chosen, device, group)
+
+
+# What stands here for the arguments that only JAX's plan takes.
+_INSTEAD = {
+    "transport": "a comm whose bases are set, by comm.connect(addresses), is one-sided",
+    "axis_name": "group is the process group of the exchange",
+    "row_offset": "pass decode the index keys inside compound pages as a strided view",
+}
+
+
+def _refuse(unknown: dict[str, Any]) -> None:
+    """Raises as Python does for an argument that a function does not have, with what to do."""
+    for name in unknown:
+        instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise TypeError(
+            f"prepare_msa_icp_indexer() got an unexpected keyword argument {name!r}{instead}"
+        )
 
 
 class MSAIcpIndexerPlan:

@@ -19,12 +19,17 @@ def choose_route(route: Route, backend: Backend, device: torch.device) -> Resolv
     """Returns "direct" or "dlpack" for "auto", "dlpack" or "direct".
 
     Raises:
-      ValueError: `route` or `backend` is none of its three, or direct is asked of another backend
-        or device.
+      ValueError: `route` or `backend` is none of its three, direct is asked of another backend or
+        device, or Mosaic of a CPU.
       RuntimeError: direct is asked where JAX's CUDA plugin is not as expected.
     """
     checks.one_of("route", route, get_args(Route))
     checks.one_of("backend", backend, BACKENDS)
+    if backend == "mosaic" and device.type == "cpu":
+        raise ValueError(
+            'backend must be "auto" or "xla" on cpu: the kernels are for Hopper GPUs (compute '
+            'capability 9.0), got "mosaic"'
+        )
     may_be_direct = backend != "xla" and device.type == "cuda"
     if route == "dlpack" or (route == "auto" and not may_be_direct):
         return "dlpack"

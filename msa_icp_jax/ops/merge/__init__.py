@@ -12,7 +12,7 @@ from jax import lax
 
 from msa_icp_jax import checks, geometry, rows
 from msa_icp_jax.backend import start_at, takes_mosaic, vary_as
-from msa_icp_jax.checks import AtLeast
+from msa_icp_jax.checks import AtLeast, Ranks
 from msa_icp_jax.geometry import NUM_HEADS, TOPK, Forced
 from msa_icp_jax.ops.merge import xla
 from msa_icp_jax.typing import Backend
@@ -231,7 +231,8 @@ def _merge_rows(
 
 def _check_recv(recv_slot: Any, tokens: int, *, tagged: bool) -> None:
     row = (rows.TAGGED_WORDS, 2) if tagged else (rows.ROW_WORDS,)
-    checks.array("recv_slot", recv_slot, jnp.int32, None, None, AtLeast(tokens), *row)
+    ranks = Ranks(None)
+    checks.array("recv_slot", recv_slot, jnp.int32, ranks, None, AtLeast(tokens), *row)
     world_size, heads = recv_slot.shape[:2]
     checks.one_of("recv_slot.shape[0] (the world size)", world_size, geometry.WORLD_SIZES)
     checks.one_of("recv_slot.shape[1] (heads per rank)", heads, (NUM_HEADS // world_size,))
