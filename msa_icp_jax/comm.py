@@ -353,22 +353,14 @@ def exchange(message: Int32[Array, "W hpr T *row"], axis_name: str) -> Int32[Arr
     return lax.all_to_all(message, axis_name, split_axis=0, concat_axis=0, tiled=True)
 
 
-def exchange_in_slot(
-    message: Int32[Array, "W hpr T *row"], slot: int | Int32[Array, ""], axis_name: str
-) -> Int32[Array, "W hpr T *row"]:
-    """`exchange` of one call's rows, legacy or tagged, marked with the call on their way.
-
-    A rank that is a call ahead or behind sends rows that look right in every other way. Its slot is
-    not ours, so they arrive with a flag, or tags, that the merge reports as a fault. So do rows of
-    another number of tokens and of the other form, where the transport lets such messages through.
-    """
-    return mark_rows(exchange(mark_rows(message, slot, 1), axis_name), slot, -1)
-
-
 def mark_rows(
     sent: Int32[Array, "W hpr T *row"], slot: int | Int32[Array, ""], sign: int
 ) -> Int32[Array, "W hpr T *row"]:
     """Adds the call's mark to the flag of legacy rows, the generations of tagged ones.
+
+    A rank that is a call ahead or behind sends rows that look right in every other way. Its slot is
+    not ours, so they arrive with a flag, or tags, that the merge reports as a fault. So do rows of
+    another number of tokens and of the other form, where the transport lets such messages through.
 
     `sent` is [W, hpr, T, 33] or [W, hpr, T, 32, 2]; `sign` is 1 before the exchange and -1 behind.
     """

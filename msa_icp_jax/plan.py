@@ -37,8 +37,9 @@ from msa_icp_jax.comm import (
     check_comm,
     comm_specs,
     exchange,
-    exchange_in_slot,
     free_comm,
+    mark_of,
+    mark_rows,
     place_collective_comm,
     place_one_sided_comm,
     resolve_transport,
@@ -301,13 +302,14 @@ class MSAIcpIndexerPlan:
             comm=comm,
             decode_query_len=decode_query_len,
             fused=fused,
+            marked=comm is not None,
             **options,
         )
         received = found
-        if found is not None and comm is None:
+        if found is not None:
             received = exchange(found, self.axis_name)
-        elif found is not None:
-            received = exchange_in_slot(found, check_slot(slot), self.axis_name)
+            if comm is not None:
+                received = mark_rows(received, check_slot(slot), -1)
         output, comm = self.decode_merge(received, num_valid_pages, output, comm=comm, **options)
         return output, scores, comm
 
@@ -326,6 +328,7 @@ class MSAIcpIndexerPlan:
         decode_query_len: int,
         enable_pdl: bool = True,
         fused: bool | None = None,
+        marked: bool = False,
     ) -> tuple[
         Int32[Array, "W hpr T *row"] | None,
         Float32[Array, "rows 4 columns"] | None,
@@ -333,8 +336,7 @@ class MSAIcpIndexerPlan:
     ]:
         """Scores a decode against this rank's keys and keeps every token's local Top16.
 
-        The rows are as they are sent: whoever sends them may mark them with the call on their way
-        (`msa_icp_jax.comm.exchange_in_slot` does), but `decode_merge` takes them as they were.
+        `decode_merge` takes the rows of all ranks as they are without a mark.
 
         Args:
           index_q, index_k, block_table, seq_lens, num_valid_pages, scores, decode_query_len,
@@ -342,6 +344,8 @@ class MSAIcpIndexerPlan:
           comm: persistent receive storage, whose publish counters tag the rows; None: all tags
             are 1.
           slot, tagged: as in `decode`.
+          marked: mark the rows with the call, as `msa_icp_jax.comm.mark_rows` does; the receiver
+            takes the mark of its own call off, so that rows of another call become faults.
 
         Returns:
           (rows, scores, comm): candidate rows to send, by owner, int32 [W, hpr, T, 33] or tagged
@@ -361,7 +365,7 @@ class MSAIcpIndexerPlan:
             scores,
             decode_query_len,
         )
-        slot = self._check_exchange(comm, slot, tagged, enable_pdl)
+        count = self._check_exchange(comm, slot, tagged, enable_pdl)
         fused = self._is_decode_fused(block_table.shape[0], fused)
         plane = scores
         if plane is None or fused:
@@ -373,20 +377,24 @@ class MSAIcpIndexerPlan:
         if comm is not None and self._is_one_sided(comm):
             found = None
             if tokens:
-                options = self._one_sided_options(slot, tagged, enable_pdl)
+                options = self._one_sided_options(count, tagged, enable_pdl)
                 comm = one_sided.select_and_publish(plane, num_valid_pages, comm, **options)
         else:
-            candidates = shard.candidates(self.geometry.forced)
+            slot, candidates = count % NUM_SLOTS, shard.candidates(self.geometry.forced)
             if not tagged:
                 generations = None
             elif comm is None:
                 generations = jnp.zeros((NUM_SLOTS, NUM_HEADS, tokens), jnp.int32)
             else:
                 generations = comm.publish_generations
+            # Tags get their mark before the select, whose rows then go as they are.
             found, generations = select_by_owner(
                 *(plane, num_valid_pages, candidates, generations, slot, shard.world_size),
+                mark=mark_of(slot, tokens, tagged=True) if marked else None,
                 **launch,
             )
+            if marked and not tagged:
+                found = mark_rows(found, slot, 1)
             if comm is not None and generations is not None:
                 comm = dataclasses.replace(comm, publish_generations=generations)
         return found, scores if fused else plane, comm
@@ -420,7 +428,7 @@ class MSAIcpIndexerPlan:
           TypeError, ValueError: an argument has the wrong dtype, shape or value.
         """
         geometry = self.geometry
-        slot = self._check_exchange(comm, slot, tagged, enable_pdl)
+        count = self._check_exchange(comm, slot, tagged, enable_pdl)
         checks.array("num_valid_pages", num_valid_pages, jnp.int32, None)
         tokens, heads = num_valid_pages.shape[0], geometry.heads_per_rank
         most, limit = geometry.max_decode_tokens, "the plan's max_decode_tokens"
@@ -432,7 +440,7 @@ class MSAIcpIndexerPlan:
                 raise ValueError("received must be None for rows stored at their owners, got rows")
             if not tokens:
                 return jnp.zeros((0, heads, TOPK), jnp.int32) if output is None else output, comm
-            options = self._one_sided_options(slot, tagged, enable_pdl)
+            options = self._one_sided_options(count, tagged, enable_pdl)
             return one_sided.merge_published(num_valid_pages, output, comm, **options)
         row = (rows.TAGGED_WORDS, 2) if tagged else (rows.ROW_WORDS,)
         ranks = Ranks(geometry.world_size)
@@ -446,14 +454,14 @@ class MSAIcpIndexerPlan:
         if comm is None:
             tags = jnp.ones((heads, tokens), jnp.int32) if tagged else None
             return merge_once(received, num_valid_pages, output, tags, **merge), None
-        comm = store_in_slot(comm, slot, received, tagged)
+        comm = store_in_slot(comm, count % NUM_SLOTS, received, tagged)
         merged = merge_in_slot(
             comm.tagged_recv if tagged else comm.recv,
             num_valid_pages,
             output,
             comm.errors,
             comm.expected_generations if tagged else None,
-            slot=slot,
+            slot=count,
             **merge,
         )
         changed: dict[str, Any] = {
@@ -1036,9 +1044,9 @@ class MSAIcpIndexerPlan:
     def _check_exchange(
         self, comm: Any, slot: Any, tagged: Any, enable_pdl: Any
     ) -> int | Int32[Array, ""]:
-        """Checks how decode's rows travel; returns the slot, mod 3 unless they go one-sidedly."""
-        is_one_sided = self._is_one_sided(comm)
-        slot = checks.index("slot", slot, MAX_INT32 + 1) if is_one_sided else check_slot(slot)
+        """Checks how decode's rows travel; returns `slot`, the running count."""
+        self._is_one_sided(comm)
+        count = checks.index("slot", slot, MAX_INT32 + 1)
         checks.flag("tagged", tagged)
         checks.flag("enable_pdl", enable_pdl)
         if tagged and self.geometry.num_sparse_layers < 2:
@@ -1048,7 +1056,7 @@ class MSAIcpIndexerPlan:
             )
         if comm is not None:
             self.check_comm(comm)
-        return slot
+        return count
 
     def _check_prefill(
         self,

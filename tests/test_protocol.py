@@ -23,7 +23,7 @@ import pytest
 from chains import Decode, Ranks, make_mesh, make_plan, random_decode
 
 from msa_icp_jax import MSAIcpComm, msa_icp_merge_candidates, msa_icp_topk_select_publish
-from msa_icp_jax.comm import exchange_in_slot, store_legacy, store_tagged
+from msa_icp_jax.comm import exchange, mark_rows, store_legacy, store_tagged
 
 Array = npt.NDArray[Any]
 
@@ -315,7 +315,8 @@ def test_a_rank_in_another_slot(slots: tuple[int, int], start: int, tagged: bool
 @jax.jit
 def _exchange_in_slots(message: Array, slots: Array) -> Any:
     def one_rank(message: Any, slot: Any) -> Any:
-        return exchange_in_slot(message, slot, "icp")
+        sent = mark_rows(message, slot, 1)
+        return mark_rows(exchange(sent, "icp"), slot, -1)
 
     return jax.vmap(one_rank, axis_name="icp")(message, slots)
 

@@ -13,7 +13,7 @@ from jax import lax
 from msa_icp_jax import checks, geometry, rows
 from msa_icp_jax.backend import start_at, takes_mosaic, vary_as
 from msa_icp_jax.checks import AtLeast, Ranks
-from msa_icp_jax.geometry import NUM_HEADS, TOPK, Forced
+from msa_icp_jax.geometry import NUM_HEADS, NUM_SLOTS, TOPK, Forced
 from msa_icp_jax.ops.merge import xla
 from msa_icp_jax.typing import Backend
 
@@ -178,7 +178,7 @@ def merge_in_slot(
       output: int32 [>= T, hpr, 16] to write into; None: a fresh one of T rows.
       errors: int32 [1].
       expected_generations: int32 [3, hpr, C].
-      slot: in [0, 3).
+      slot: running count of calls; the slot is this mod 3.
       forced: blocks that always win.
       spin_limit: looks at a row before it is given up; 1 where all rows are there. XLA takes one.
       others: as for `msa_icp_merge_candidates`.
@@ -201,7 +201,7 @@ def merge_in_slot(
             spin_limit=spin_limit,
         )
         return MSAIcpMerge(output, recv, expected_generations, errors)
-    tags = None
+    tags, slot = None, slot % NUM_SLOTS
     if expected_generations is not None:
         expected = lax.dynamic_index_in_dim(expected_generations, slot, keepdims=False)
         tags = rows.next_generation(expected[:, :tokens])

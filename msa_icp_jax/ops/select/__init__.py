@@ -148,14 +148,18 @@ def select_by_owner(
     *,
     enable_pdl: bool,
     backend: Backend,
+    mark: int | Int32[Array, ""] | None = None,
 ) -> MSAIcpRows:
     """`msa_icp_topk_select_publish` of these candidates; arguments are taken as checked.
 
     Args:
       slot: in [0, 3).
+      mark: int32 that is added to the tags of the rows, but not to the counters.
       others: as there.
     """
     tags, counters = bump_generations(generations, slot, num_valid_pages.shape[0])
+    if tags is not None and mark is not None:
+        tags = tags + jnp.asarray(mark, jnp.int32)
     found = select_rows(
         scores, num_valid_pages, None, tags, candidates, enable_pdl=enable_pdl, backend=backend
     )
