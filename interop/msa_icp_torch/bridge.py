@@ -14,6 +14,7 @@ be kept even of what the program writes: it is copied back.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -204,14 +205,15 @@ class Bridge:
             ordered = ordered and tensor.numel() == 0
         return found
 
-    def only(self, tensor: torch.Tensor) -> jax.Array:
-        """Imports a program's only tensor that is no `kept` or `Shared` one: see `fresh`.
+    def only(self, shared: Shared) -> jax.Array:
+        """A program's only tensor that orders it, as `fresh` does.
 
-        Where the order does not take an import, an earlier one is used again.
+        Where the order does not take an import, the one of an earlier call is used again.
         """
-        if not self.donates or self._crossing.order():
-            return self.kept(tensor)
-        return self.fresh(tensor)[0]
+        if shared.lasts and (not self.donates or self._crossing.order()):
+            return shared.get()
+        assert shared.tensor is not None  # its owner is an argument of this call
+        return self.fresh(shared.tensor)[0]
 
     def unordered(self, tensor: torch.Tensor) -> jax.Array:
         """Imports a tensor, or a copy, for a program that another one's `fresh` orders."""
@@ -354,6 +356,7 @@ class Shared:
 
     Attributes:
       tensor: what is shared, an alias of the owner or a view of it; None once the owner is gone.
+      lasts: whether an import of it serves all programs.
     """
 
     def __init__(
@@ -364,17 +367,18 @@ class Shared:
         self._bridge = bridge
         self._name = name
         self._address = tensor.data_ptr()
-        self._lasts = tensor.numel() > 0 and bridge.aligned(tensor)
+        self.lasts = tensor.numel() > 0 and bridge.aligned(tensor)
         self._arrays: list[jax.Array] = []  # one at most, which a single thread can pop
         me = weakref.ref(self)
-        self._owner = weakref.ref(owner, lambda _: _clear(me()))
+        # At the interpreter's end a module's names go before tensors do: nothing is looked up then.
+        self._owner = weakref.ref(owner, functools.partial(_clear, me))
 
     def get(self) -> jax.Array:
         """The array, for a program that reads it; it orders nothing."""
         for array in self._arrays:
             return array
         array = self._import()
-        if self._lasts:
+        if self.lasts:
             self._arrays[:] = [array]
         return array
 
@@ -393,7 +397,7 @@ class Shared:
         Raises:
           RuntimeError: it should, and does not.
         """
-        if not self._lasts:
+        if not self.lasts:
             return self.tensor is None or self.tensor.numel() == 0
         if array.unsafe_buffer_pointer() == self._address:
             self._arrays[:] = [array]
@@ -412,9 +416,10 @@ class Shared:
         return self._bridge.unordered(self.tensor)
 
 
-def _clear(shared: Shared | None) -> None:
-    if shared is not None:
-        shared.clear()
+def _clear(shared: weakref.ref[Shared], _: object) -> None:
+    found = shared()
+    if found is not None:
+        found.clear()
 
 
 def is_capturing(device: torch.device) -> bool:

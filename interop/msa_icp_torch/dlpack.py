@@ -91,7 +91,7 @@ class DlpackRoute:
         if bound is None:
             return False
         self.begin("decode")
-        self._run(bound, owners[0])
+        self._run(bound)
         return True
 
     def decode(self, call: DecodeCall, owners: tuple[Any, ...], options: tuple[Any, ...]) -> None:
@@ -118,14 +118,15 @@ class DlpackRoute:
             clear_scores(call.scores)
         elif lasts:
             self._calls.remember(owners, options, bound)
-        self._run(bound, call.index_q)
+        self._run(bound)
 
     def _shared(
         self, call: DecodeCall, owners: tuple[Any, ...], keys: torch.Tensor, row_offset: int
     ) -> list[Shared]:
-        """The call's tensors behind its queries, with the keys as programs take them."""
+        """The call's tensors, with the keys as programs take them."""
         shared = self._bridge.shared
         return [
+            shared("index_q", call.index_q),
             shared("index_k", call.index_k, lambda _: keys.detach(), row_offset),
             shared("block_table", call.block_table),
             shared("seq_lens", call.seq_lens),
@@ -158,13 +159,12 @@ class DlpackRoute:
             of_comm[shape] = _Exchanged(self._bridge, shape, tagged=call.tagged)
         return of_comm[shape]
 
-    def _run(self, bound: _BoundDecode, index_q: torch.Tensor) -> None:
+    def _run(self, bound: _BoundDecode) -> None:
         """Scores and selects in one program, exchanges, stores and merges in another."""
         with self._bridge.guard():
-            sent = bound.score_and_select(index_q)
-            received = bound.exchanged.place()
-            exchange.all_to_all(received, sent, self._group)
-            bound.store_and_merge(received)
+            sent = bound.score_and_select()
+            exchange.all_to_all(bound.exchanged.place(), sent, self._group)
+            bound.store_and_merge()
 
     def prefill_window_plan(
         self, lengths: tuple[torch.Tensor, ...], bounds: dict[str, int]
@@ -258,7 +258,7 @@ class DlpackRoute:
 
 
 _SCORES, _OUTPUT = 5, 6  # places among a decode's tensors
-_INPUTS = {2: "block_table", 3: "seq_lens", 4: "num_valid_pages"}
+_INPUTS = {0: "index_q", 2: "block_table", 3: "seq_lens", 4: "num_valid_pages"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -266,7 +266,7 @@ class _BoundDecode:
     """A decode's tensors in JAX, its programs, and what lies between them.
 
     Attributes:
-      shared: index_k, block_table, seq_lens, num_valid_pages, scores, output.
+      shared: index_q, index_k, block_table, seq_lens, num_valid_pages, scores, output.
       first, second: the parts of the receive storage that its programs write.
       local, merge: the programs.
       slot: an int32 in JAX.
@@ -289,33 +289,33 @@ class _BoundDecode:
         shared = [*self.shared]
         for i, tensor in changed.items():
             if i in _INPUTS:
-                shared[i - 1] = self.bridge.shared(_INPUTS[i], tensor)
+                shared[i] = self.bridge.shared(_INPUTS[i], tensor)
             elif i in (_SCORES, _OUTPUT):
                 name = "scores" if i == _SCORES else "output"
-                shared[i - 1] = _rows_of(self.bridge, name, tensor, self.tokens)
+                shared[i] = _rows_of(self.bridge, name, tensor, self.tokens)
         return dataclasses.replace(self, shared=shared)
 
     def with_queries(self, address: int) -> None:
         """See `Bound`: an import goes with the tensor's object."""
 
-    def score_and_select(self, index_q: torch.Tensor) -> torch.Tensor:
+    def score_and_select(self) -> torch.Tensor:
         """Runs the first program; returns the rows to send, behind it."""
-        keys, table, lengths, counts, scores, _ = self.shared
+        queries, keys, table, lengths, counts, scores, _ = self.shared
         inputs = keys.get(), table.get(), lengths.get()
         parts = {name: part.lend() for name, part in self.first.items()}
         others = counts.get(), self.slot, scores.lend(), parts, self.exchanged.lend()
-        query = self.bridge.only(index_q)
-        message, new_scores, new_parts = self.local((query, *inputs), *others)
+        index_q = self.bridge.only(queries)
+        message, new_scores, new_parts = self.local((index_q, *inputs), *others)
         sent = self.exchanged.sent_by(message)
         self.bridge.settle([(scores, new_scores), *_results(self.first, new_parts)])
         return sent
 
-    def store_and_merge(self, received: torch.Tensor) -> None:
+    def store_and_merge(self) -> None:
         """Runs the second program, and leaves the current stream behind it."""
-        _, _, _, counts, _, output = self.shared
+        _, _, _, _, counts, _, output = self.shared
         parts = {name: part.lend() for name, part in self.second.items()}
         others = counts.get(), self.slot, output.lend(), parts
-        new_output, new_parts = self.merge(self.bridge.only(received), *others)
+        new_output, new_parts = self.merge(self.exchanged.arrived(), *others)
         self.bridge.order_after([new_output])
         self.bridge.settle([(output, new_output), *_results(self.second, new_parts)])
 
@@ -331,6 +331,7 @@ class _Exchanged:
             self._received = torch.zeros(shape, dtype=torch.int32, device=bridge.device)
             self._sent = torch.zeros_like(self._received) if bridge.donates else None
         self._shared = None if self._sent is None else bridge.shared("sent", self._sent)
+        self._shared_received = bridge.shared("received", self._received)
 
     def place(self) -> torch.Tensor:
         """Where the others' rows arrive.
@@ -339,6 +340,10 @@ class _Exchanged:
         tell them apart, flags do not.
         """
         return self._received if self._tagged else self._received.zero_()
+
+    def arrived(self) -> jax.Array:
+        """The rows there, behind the exchange."""
+        return self._bridge.only(self._shared_received)
 
     def lend(self) -> jax.Array | None:
         """Where a program writes the rows to send; None: not into the caller's memory."""

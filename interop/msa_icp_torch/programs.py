@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from msa_icp_jax import MSAIcpComm, MSAIcpIndexerPlan, MSAIcpScorePlan
+from msa_icp_jax import MSAIcpComm, MSAIcpIndexerPlan, MSAIcpScorePlan, one_sided
 from msa_icp_jax.comm import mark_rows
 
 
@@ -23,8 +23,8 @@ def decode_local(
     """Score and select: ``f(inputs, num_valid_pages, slot, scores, parts, sent)``.
 
     `inputs` are index_q, index_k, block_table, seq_lens, and `parts` the first `storage_parts`.
-    Returns (rows, scores, parts); the rows are marked with the call (see `comm.exchange_in_slot`),
-    as `decode_merge` expects them. They go where `sent` lies, which is of their shape; None: to
+    Returns (rows, scores, parts); the rows are marked with the call (see `comm.mark_rows`), as
+    `decode_merge` expects them. They go where `sent` lies, which is of their shape; None: to
     memory of their own.
     """
 
@@ -46,9 +46,9 @@ def decode_local(
             decode_query_len=query_len,
             enable_pdl=enable_pdl,
             fused=False,
+            marked=True,
         )
-        assert found is not None  # the plan's transport is the collective
-        return mark_rows(found, slot, 1), scores, _parts(comm, parts)
+        return found, scores, _parts(comm, parts)
 
     return _jit(local, donate, 3, 4, 5)
 
@@ -145,5 +145,12 @@ def prefill_merge(plan: MSAIcpIndexerPlan, donate: bool) -> Any:
 
 
 def _jit(function: Any, donate: bool, *buffers: int) -> Any:
-    # An unused buffer may be one whose memory a result takes.
-    return jax.jit(function, donate_argnums=buffers if donate else (), keep_unused=donate)
+    """A program that writes into these of its arguments, where it donates: on GPUs.
+
+    An unused buffer may be one whose memory a result takes. A graph of a few kernels costs the host
+    more than their launches.
+    """
+    if not donate:
+        return jax.jit(function)
+    options = one_sided.COMPILER_OPTIONS
+    return jax.jit(function, donate_argnums=buffers, keep_unused=True, compiler_options=options)
