@@ -187,3 +187,19 @@ def test_a_graph_goes_with_its_launches(card):
     gc.collect()
     assert card.driver.calls.count("cuGraphExecDestroy") == 1
     assert card.driver.mode == 0
+
+
+def test_there_are_only_so_many_graphs_at_a_time(card, monkeypatch):
+    """Each takes memory of the GPU's; calls beyond are launched one by one, until others go."""
+    monkeypatch.setattr(graphs, "MOST", 3)
+    bounds = [card.bound() for _ in range(5)]
+    for _ in range(direct._GRAPH_FROM + 2):
+        found = [card.repeat(bound) for bound in bounds]
+    assert found[:3] == [[("graph", 101 + i, STREAM)] for i in range(3)]
+    assert found[3:] == [ONE_BY_ONE] * 2
+    del bounds[0]
+    gc.collect()
+    bound = card.bound()
+    for _ in range(direct._GRAPH_FROM + 2):
+        found = card.repeat(bound)
+    assert found == [("graph", 104, STREAM)]

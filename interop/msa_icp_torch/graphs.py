@@ -17,6 +17,7 @@ from typing import Any
 
 from msa_icp_jax.ops._mosaic import aot
 
+MOST = 256  # graphs of a plan at a time: each takes 115 KiB of the GPU, which the driver keeps
 _LOGGER = logging.getLogger(__name__)
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
@@ -53,17 +54,21 @@ class Graphs:
         self._lock = threading.Lock()
         self._stream: ctypes.c_void_p | None = None  # of captures
         self._refused = False
+        self._made: weakref.WeakSet[Graph] = weakref.WeakSet()
 
     def make(self, launches: aot.Launches) -> Graph | None:
         """A graph of kernels' launches, in the device's context; None where there is none to have.
 
-        They can be launched one by one then; why is logged once.
+        They can be launched one by one then: where there are `MOST` graphs, or the driver refuses,
+        which is logged once.
         """
-        if self._refused:
+        if self._refused or len(self._made) >= MOST:
             return None
         try:
             with self._lock, _relaxed():
-                return self._make(launches)
+                graph = self._make(launches)
+            self._made.add(graph)
+            return graph
         except (GraphError, OSError, AttributeError) as error:
             self._refused = True
             _LOGGER.warning("decodes are launched kernel by kernel, not as graphs: %s", error)
