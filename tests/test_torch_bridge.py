@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import resource
+import sys
 import warnings
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -431,27 +433,57 @@ def test_warmup_checks_its_arguments(options, match):
 # ---- memory ----
 
 
-def resident_bytes() -> int:
+class Held(NamedTuple):
+    """What the process holds: Python's objects, bytes of the main thread's heap, resident ones."""
+
+    objects: int
+    heap: int
+    resident: int
+
+
+MALLINFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class MallInfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in MALLINFO.split())
+
+
+def held() -> Held:
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = MallInfo
+    heap = libc.mallinfo2()
     with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize()
+        resident = int(statm.read().split()[1]) * resource.getpagesize()
+    return Held(sys.getallocatedblocks(), heap.uordblks + heap.hblkhd, resident)
 
 
-def leaks(call: Any, calls: int) -> int:
-    """Bytes by which the process grows over the calls, after a first tenth of them.
+def assert_nothing_leaks(call: Any, calls: int = 1000) -> None:
+    """No object in ten calls, no 64 bytes of heap a call, and 1,500 of what other threads hold.
 
-    What leaks does so in every third of the calls; the allocator's steps come in few.
+    What leaks does so in every one of three runs; caches and the allocator's steps come in few.
     """
-    for _ in range(calls // 10):
+    for _ in range(calls // 3):
         call()
     grown = []
     for _ in range(3):
-        gc.collect()
-        before = resident_bytes()
-        for _ in range(calls // 3):
+        before = held()
+        for _ in range(calls):
             call()
-        gc.collect()
-        grown.append(resident_bytes() - before)
-    return 3 * min(grown)
+        grown.append([new - old for new, old in zip(held(), before, strict=True)])
+    least = Held(*map(min, zip(*grown, strict=True)))
+    assert least.objects < calls / 10, grown
+    assert least.heap < 64 * calls, grown
+    assert least.resident < 1500 * calls, grown
+
+
+@pytest.mark.parametrize("size", [16, 600])
+def test_what_leaks_is_seen(size):
+    lost = []
+    with pytest.raises(AssertionError):
+        assert_nothing_leaks(lambda: lost.append(bytes(size)))
 
 
 @pytest.fixture
@@ -464,7 +496,7 @@ def own_rows(monkeypatch):
 
 
 @pytest.mark.usefixtures("own_rows")
-def test_ten_thousand_decodes_leak_nothing():
+def test_decodes_leak_nothing():
     """Fresh inputs in every call, as serving has them; every second one is tagged."""
     plan = torch_inputs.prepare(2, 128, 0, max_decode_tokens=1, max_num_seqs=1, max_model_len=512)
     step = decode_step(plan, random_decode([300], 1, 128, pages=4, width=4))
@@ -488,8 +520,7 @@ def test_ten_thousand_decodes_leak_nothing():
     for _ in range(12):
         call()
     kept = len(plan._route._bridge._kept)
-    # 420 bytes lost in each call of one form.
-    assert leaks(call, 10_000) < 2 << 20
+    assert_nothing_leaks(call)
     assert len(plan._route._bridge._kept) == kept
     assert len(plan._route._calls._calls) == 6, "one of each slot and form"
     gone = weakref.ref(comm)
@@ -537,7 +568,7 @@ def test_remembered_calls_are_checked_where_they_changed(local_groups):
         decode(index_q=step.index_q.float().requires_grad_().to(torch.float8_e4m3fn))
 
 
-def test_ten_thousand_empty_calls_leak_nothing(monkeypatch):
+def test_empty_calls_leak_nothing(monkeypatch):
     monkeypatch.setattr(exchange, "check_group", lambda *_: None)
     plan = torch_inputs.prepare(2, 128, 0)
     step = decode_step(plan, random_decode([], 1, 128))
@@ -548,12 +579,12 @@ def test_ten_thousand_empty_calls_leak_nothing(monkeypatch):
         plan.decode(*step, comm=comm, slot=0, tagged=False, decode_query_len=1)
         plan.prefill_merge(torch.zeros((2, 2, 0, 33), dtype=torch.int32), none, step.output)
 
-    assert leaks(call, 10_000) < 2 << 20
+    assert_nothing_leaks(call)
     assert (step.output == OLD_WORD).all()
 
 
 def test_empty_imports_leak_nothing(bridge):
-    assert leaks(lambda: bridge.fresh(torch.zeros((0, 4), dtype=torch.int32)), 10_000) < 2 << 20
+    assert_nothing_leaks(lambda: bridge.fresh(torch.zeros((0, 4), dtype=torch.int32)))
 
 
 def test_a_base_buffer_is_kept_with_its_view(bridge):
