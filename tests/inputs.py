@@ -22,6 +22,10 @@ INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 
 TIME_LIMIT = 900  # seconds: it ends what hangs, and nothing that is slow on a busy machine
 
+# XLA_FLAGS of processes that are about what lies between them: each compiles what this process's
+# tests compile as users do.
+COMPILE_FAST = "--xla_backend_optimization_level=0"
+
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _REAL = pathlib.Path(__file__).parent / "data/real_activations.npz"
 _REAL_BF16 = _REAL.with_name("real_activations_bf16.npz")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from inputs import TIME_LIMIT
+from inputs import COMPILE_FAST, TIME_LIMIT
 from multiprocess_worker import DIED
 
 WORKER = Path(__file__).with_name("multiprocess_worker.py")
@@ -45,7 +45,7 @@ def run_processes(
     # One device a process: this run's four virtual ones are not inherited.
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": COMPILE_FAST,
         "PYTHONPATH": os.pathsep.join([str(WORKER.parents[1]), str(WORKER.parent)]),
     }
     logs = [tmp_path / f"rank{rank}.log" for rank in range(world_size)]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from inputs import TIME_LIMIT
+from inputs import COMPILE_FAST, TIME_LIMIT
 
 ROOT = Path(__file__).parent.parent
 
@@ -21,7 +21,8 @@ def run(*arguments: str | Path) -> list[str]:
     variables |= {"PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
-        env=variables | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=variables
+        | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "XLA_FLAGS": COMPILE_FAST},
         capture_output=True,
         text=True,
         timeout=TIME_LIMIT,

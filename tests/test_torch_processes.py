@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inputs import TIME_LIMIT
+from inputs import COMPILE_FAST, TIME_LIMIT
 
 torch = pytest.importorskip("torch", reason="torch is not installed (extra torch)")
 
@@ -32,6 +32,7 @@ def run(*arguments: Any, status: int = 0, **environment: str) -> str:
         [sys.executable, "-W", "error::RuntimeWarning", *map(str, arguments)],
         env=inherited
         | {"PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+        | {"XLA_FLAGS": COMPILE_FAST}
         | environment,
         capture_output=True,
         text=True,
@@ -41,12 +42,12 @@ def run(*arguments: Any, status: int = 0, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("world_size", "page_size"), [(2, 256), (4, 128)])
-def test_a_group_of_processes(world_size, page_size):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}")
-    out = run(*torchrun, ROOT / "tests/torch_worker.py", page_size)
-    for rank in range(world_size):
-        assert f"rank {rank} of {world_size}: agreed" in out
+def test_a_group_of_processes():
+    """Of two; test_tensor_parallel has groups of four."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    out = run(*torchrun, ROOT / "tests/torch_worker.py", 256)
+    for rank in range(2):
+        assert f"rank {rank} of 2: agreed" in out
 
 
 def test_the_torchrun_example():
