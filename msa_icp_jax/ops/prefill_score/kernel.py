@@ -552,8 +552,11 @@ class _Consumer(NamedTuple):
         def one_piece(index: jax.Array, carry: Any) -> Any:
             piece, done = carry
             following = self.work.piece(index + 1, self.steps)
+            rows = queries.data.at[queries.slot(index), part]
+            consumer = _PieceConsumer.of(self, piece, done, rows)
+            open_columns = consumer.open_columns()  # while queries and keys are on their way
             queries.wait_full(index)
-            _PieceConsumer.of(self, piece, done, queries.data.at[queries.slot(index), part]).run()
+            consumer.run(*open_columns)
             queries.release(index)
             return following, done + jnp.maximum(piece.end - piece.begin, 0)
 
@@ -589,13 +592,23 @@ class _PieceConsumer(NamedTuple):
         position = piece.position + lax.div(before, NUM_HEADS)
         return _PieceConsumer(consumer, piece, done, queries, rows, stages, position)
 
-    def run(self) -> None:
-        """Scores all steps."""
+    def open_columns(self) -> tuple[()] | tuple[jax.Array, jax.Array]:
+        """The columns [front, back) by which integer maxima are taken, if they are."""
+        consumer = self.consumer
+        if consumer.plane.forced is None:
+            return ()
+        (rows,) = self.rows
+        return consumer.parts.open_columns(
+            consumer.counts, consumer.offset, rows, consumer.steps.tokens, consumer.plane
+        )
+
+    def run(self, *open_columns: jax.Array) -> None:
+        """Scores all steps, whose queries have come, by what `open_columns` says."""
         piece, whole = self.piece, self._whole_steps()
-        if self.consumer.plane.forced is None:
-            pl.loop(piece.begin, whole)(lambda step: self._put(step, self._maxima(step)))
+        if open_columns:
+            whole = self._integer_steps(whole, *open_columns)
         else:
-            whole = self._integer_steps(whole)
+            pl.loop(piece.begin, whole)(lambda step: self._put(step, self._maxima(step)))
         self._put_last(whole)
         pl.loop(whole, piece.end)(self._last_step)
 
@@ -700,16 +713,13 @@ class _PieceConsumer(NamedTuple):
         """Steps whose columns are staged together."""
         return self.consumer.plane.staged // self.consumer.steps.pages
 
-    def _integer_steps(self, whole: jax.Array) -> jax.Array:
+    def _integer_steps(self, whole: jax.Array, front: jax.Array, back: jax.Array) -> jax.Array:
         """Scores the steps before `whole`, but perhaps the last ones; returns where they stop.
 
         With integer maxima as soon as negative scores are no matter.
         """
         consumer, parts = self.consumer, self.consumer.parts
         (rows,) = self.rows
-        front, back = parts.open_columns(
-            consumer.counts, consumer.offset, rows, consumer.steps.tokens, consumer.plane
-        )
         last = jnp.clip(lax.div(back, consumer.steps.pages), self.piece.begin, whole)
 
         def goes_on(state: Any) -> Any:

@@ -39,10 +39,9 @@ _WARP = 32
 _LIST_PITCH = _LISTED + _VECTOR  # words from one row's list to the next: vectors of other banks
 _INF = float("inf")
 
-# Shared memory of a warp, in words: rows found, lists, then the rows.
-FOUND_AT = 0
-_LISTS_AT = FOUND_AT + ROWS * ROW_WORDS
-_ROWS_AT = _LISTS_AT + ROWS * _LIST_PITCH
+# Shared memory of a warp, in words: lists, in whose place the rows found come, then the rows.
+FOUND_AT = _LISTS_AT = 0
+_ROWS_AT = ROWS * max(ROW_WORDS, _LIST_PITCH)
 
 
 def warp_words(columns: int) -> int:
@@ -356,6 +355,7 @@ class Rows:
         columns = (*place.load_vector(i32(), 4), *(place + 4).load_vector(i32(), 4))
         words = [(self._copied + column).load() for column in columns]
         values = [lanes.maximum(word.bits(f32()), -_INF) for word in words]  # NaN is -inf
+        lanes.warp_barrier()  # before winners come in the lists' place
         threshold = sixteenth_of_quad(values, self.lane)
         listed = lanes.low_bits(total - self._quarter * _OF_LANE)
         wins = _bits([v >= threshold for v in values]) & listed
