@@ -444,7 +444,8 @@ def check_device(mesh: Mesh | None, arguments: Sequence[Any] = ()) -> None:
     if current_target().interpret:
         return
     if mesh is not None:
-        check_kernels_run(mesh.devices.flat[0])
+        # Of other processes' devices less is known.
+        check_kernels_run([*mesh.local_devices, *mesh.devices.flat][0])
         return
     committed = [array for array in _placed(arguments) if array.committed]
     check_kernels_run(next(iter(committed[0].devices())) if committed else default_device())
