@@ -71,7 +71,6 @@ from msa_icp_jax.ops.prefill_score import (
 )
 from msa_icp_jax.ops.select import (
     by_owner,
-    check_slot,
     select_by_owner,
 )
 from msa_icp_jax.programs import (
@@ -288,7 +287,7 @@ class MSAIcpIndexerPlan:
         tokens, heads = num_valid_pages.shape[0], self.geometry.heads_per_rank
         if output is not None:
             checks.array("output", output, jnp.int32, AtLeast(tokens), heads, TOPK)
-        self._check_exchange(comm, slot, tagged, enable_pdl)
+        count = self._check_exchange(comm, slot, tagged, enable_pdl)
         # Rows of one call have nothing to be told apart from, and legacy ones are half as long.
         tagged = tagged and comm is not None
         options: dict[str, Any] = {"slot": slot, "tagged": tagged, "enable_pdl": enable_pdl}
@@ -309,7 +308,7 @@ class MSAIcpIndexerPlan:
         if found is not None:
             received = exchange(found, self.axis_name)
             if comm is not None:
-                received = mark_rows(received, check_slot(slot), -1)
+                received = mark_rows(received, count % NUM_SLOTS, -1)
         output, comm = self.decode_merge(received, num_valid_pages, output, comm=comm, **options)
         return output, scores, comm
 
@@ -1045,7 +1044,7 @@ class MSAIcpIndexerPlan:
         self, comm: Any, slot: Any, tagged: Any, enable_pdl: Any
     ) -> int | Int32[Array, ""]:
         """Checks how decode's rows travel; returns `slot`, the running count."""
-        self._is_one_sided(comm)
+        self._is_one_sided(comm)  # refuses a comm that is missing
         count = checks.index("slot", slot, MAX_INT32 + 1)
         checks.flag("tagged", tagged)
         checks.flag("enable_pdl", enable_pdl)

@@ -190,7 +190,7 @@ class DirectRoute:
         return [BoundStep(make(call, message)), *self._merge(call, spin_limit=1)]
 
     def _legacy_exchange(self, call: DecodeCall, message: torch.Tensor) -> Callable[[], None]:
-        """As `exchange_in_slot` and `store_legacy` of `msa_icp_jax.comm`.
+        """As `mark_rows` and `store_legacy` of `msa_icp_jax.comm`, around the exchange.
 
         A row over one that was not merged becomes a fault, and so does one of another call. What
         the buffer keeps of this call has no mark, so a later one that does not fill it finds
